@@ -1,0 +1,158 @@
+"""Where autograd's threads meet the event loop.
+
+Torch calls backward on whatever thread it likes; collectives are coroutines of one loop. A backward node
+therefore submits its collective to the loop and waits in its own thread. The loop itself never waits for
+autograd: on its thread a wait would be for ever, so it is refused, and `backward` runs the whole pass in a
+thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextvars
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..communicator import AsyncCommunicator
+from ..errors import CollectiveCancelledError, CollectiveTimeoutError, RudaError
+
+__all__ = ["BlockedLoopError", "backward", "in_thread", "waiter"]
+
+R = TypeVar("R")
+
+#: Calls of the pass that this thread runs for `in_thread`, so that cancelling its task reaches them.
+_flight: contextvars.ContextVar[_Flight | None] = contextvars.ContextVar("ruda_async_flight", default=None)
+
+
+class BlockedLoopError(RudaError, RuntimeError):
+    """``loss.backward()`` was called on the event loop that its collectives have to run on."""
+
+
+class _Flight:
+    """The collectives that one `in_thread` waits for."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._futures: set[concurrent.futures.Future[Any]] = set()
+        self._cancelled = False
+
+    def add(self, future: concurrent.futures.Future[Any]) -> None:
+        with self._lock:
+            self._futures.add(future)
+            cancelled = self._cancelled
+        if cancelled:
+            future.cancel()
+        future.add_done_callback(self._futures.discard)
+
+    def cancel(self) -> None:
+        with self._lock:
+            self._cancelled = True
+            futures = list(self._futures)
+        for future in futures:
+            future.cancel()
+
+
+def waiter(comm: AsyncCommunicator) -> Callable[[Coroutine[Any, Any, R]], R]:
+    """A function that runs a coroutine on `comm`'s loop from any other thread and waits for it."""
+    loop = comm._node.loop
+
+    def wait(call: Coroutine[Any, Any, R]) -> R:
+        if asyncio._get_running_loop() is loop:
+            call.close()
+            raise BlockedLoopError(
+                f"rank {comm.rank} of {comm.world_size}: loss.backward() on the event loop of an AsyncCommunicator "
+                "would wait for ever, since its collectives run on that loop; write "
+                "`await ruda_async.autograd.backward(loss)`"
+            )
+        future = asyncio.run_coroutine_threadsafe(call, loop)
+        flight = _flight.get()
+        if flight is not None:
+            flight.add(future)
+        # The call's own deadline passes first, unless its loop is blocked, for instance by a backward pass
+        # that torch runs on a device thread while the loop's thread waits for it.
+        limit = 2 * comm.timeout + 5
+        try:
+            return future.result(limit)
+        except concurrent.futures.CancelledError:
+            raise CollectiveCancelledError(
+                f"rank {comm.rank} of {comm.world_size}: the task that awaited this backward pass was cancelled",
+                rank=comm.rank,
+            ) from None
+        except concurrent.futures.TimeoutError:
+            if future.done():
+                raise  # the call's own
+            future.cancel()
+            raise CollectiveTimeoutError(
+                f"rank {comm.rank} of {comm.world_size}: the communicator's event loop did not run a backward "
+                f"collective within {limit:g} s; do not block it, and use `await ruda_async.autograd.backward(loss)`",
+                rank=comm.rank,
+            ) from None
+
+    return wait
+
+
+async def in_thread(function: Callable[[], R]) -> R:
+    """Run a blocking `function`, such as a backward pass, in a thread of its own and await it.
+
+    A pool would not do: with several ranks on one loop, all its threads could wait for a pass that has
+    none. Cancelling cancels the pass's collectives on all ranks, then waits for the thread to end.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[R] = loop.create_future()
+    flight = _Flight()
+
+    def finish(result: R | None, error: BaseException | None) -> None:
+        if done.done():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(result)  # type: ignore[arg-type]
+
+    def main() -> None:
+        _flight.set(flight)
+        try:
+            result, error = function(), None
+        except BaseException as caught:
+            result, error = None, caught
+        loop.call_soon_threadsafe(finish, result, error)
+
+    context = contextvars.copy_context()
+    threading.Thread(target=context.run, args=(main,), name="ruda-async backward", daemon=True).start()
+    try:
+        return await asyncio.shield(done)
+    except asyncio.CancelledError:
+        if done.done():
+            raise
+        flight.cancel()
+        await asyncio.wait([done])
+        done.exception()  # seen: the cancellation is what the caller gets
+        raise
+
+
+async def backward(
+    tensors: Tensor | Sequence[Tensor],
+    gradients: Tensor | Sequence[Tensor] | None = None,
+    *,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Tensor | Sequence[Tensor] | None = None,
+) -> None:
+    """`torch.autograd.backward`, awaitable: for losses whose collectives run on this event loop.
+
+    The pass runs in a thread of its own, and its collectives on the loop, which stays free. Arguments are
+    torch's; with ``inputs=`` torch runs only the nodes on a way to them, so give all ranks the same.
+
+    Raises:
+        RudaError: a backward collective failed, by the types of the forward ones.
+    """
+
+    def run() -> None:
+        torch.autograd.backward(tensors, gradients, retain_graph, create_graph, inputs=inputs)
+
+    await in_thread(run)

@@ -1,0 +1,61 @@
+"""One collective in flight on this rank: the narrow door from algorithms to the transport.
+
+Algorithms see ranks of their own group, numbered ``0 … size-1``, and three verbs. Tags, heads, deadlines,
+failure and the transport stay on this side of the door.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from ..transport.base import Buffer, Capabilities, Envelope
+
+__all__ = ["Link", "Settings"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the user chose for a communicator and algorithms must respect.
+
+    Attributes:
+        algorithm: the name of the preferred algorithm, or None for the selector's table.
+        order: ``"exact"`` for the documented summation order, ``"any"`` to let algorithms choose.
+        max_bytes: the byte budget of one message (`comm.bounded`), or None.
+    """
+
+    algorithm: str | None = None
+    order: str = "exact"
+    max_bytes: int | None = None
+
+
+class Link(Protocol):
+    """What an algorithm may do. `lane` separates concurrent message streams of one operation.
+
+    Messages between two ranks on one lane keep their order, so both sides must post sends and receives
+    of a lane in the same order. Lanes are ``0 … 15``. The first message to a peer on a lane carries the
+    operation's fingerprint as its head, added and checked behind this door: an algorithm never sees it.
+    """
+
+    rank: int
+    size: int
+    capabilities: Capabilities
+    settings: Settings
+
+    def send(self, peer: int, *buffers: Buffer, lane: int = 0) -> Awaitable[None]:
+        """Start one message to `peer`; finished when the buffers may be changed again."""
+        ...
+
+    def recv_into(self, peer: int, *buffers: Buffer, lane: int = 0) -> Awaitable[None]:
+        """Start to receive the next message from `peer` into `buffers`, which it must fill exactly."""
+        ...
+
+    def probe(self, peer: int, lane: int = 0) -> Awaitable[Envelope]:
+        """Wait for the next message from `peer` without taking it; its head was checked."""
+        ...
+
+    async def turn(self) -> None:
+        """Let the event loop run other work; algorithms call it between blocks of long local work."""
+        ...

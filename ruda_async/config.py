@@ -1,0 +1,370 @@
+"""From a URL, keyword arguments and the environment to one checked `Config`.
+
+``scheme://[host[:port]][/job]?parameter=value&…``, where a parameter is one of `CommonParameters` or the
+transport's own. Keyword arguments win over the URL, the URL over the environment (``RUDA_RANK``,
+``RUDA_WORLD_SIZE``, ``RUDA_TIMEOUT``, ``RUDA_SECRET``, ``RUDA_SECRET_FILE``). Without a URL it is
+``RUDA_URL``, else ``env://``, which takes rank, world size and meeting place from the launcher (see
+`ruda_async.environment`).
+
+Every mistake is a `ConfigError` of one line that names the value and the remedy.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote, urlencode
+
+from .collectives.operation import Settings
+from .environment import EnvJob, find_job, from_environment
+from .errors import ConfigError, TransportUnavailableError
+from .transport.base import Plugin
+from .transport.job import Secret
+from .transport.parameters import param, parse_parameters
+from .transport.registry import default_plugin, get_plugin, is_network, plugins
+from .url import HIDDEN, UrlParts, split_url
+
+__all__ = ["CommonParameters", "Config", "environment", "resolve"]
+
+_DEFAULT_NAME = "default"
+#: The pseudo-scheme that asks the environment.
+_ENV = "env"
+_MAX_SECRET_FILE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class CommonParameters:
+    """Parameters of every URL."""
+
+    rank: int | None = param(None, doc="this rank, from 0 on", minimum=0)
+    world_size: int | None = param(None, doc="the number of ranks", minimum=1)
+    timeout: float = param(
+        300.0, doc="how long joining, and any one call, may take", unit="s", minimum=1e-3, maximum=1e9
+    )
+    algorithm: str | None = param(None, doc="the algorithm to prefer; by default chosen by size")
+    order: str = param(
+        "exact", doc="order of summation: the documented one, or any", choices=("exact", "any")
+    )
+    secret_file: Path | None = param(None, doc="a file that holds the job secret")  # noqa: RUF009
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """All that is needed to join a job.
+
+    Attributes:
+        scheme: the URL's scheme.
+        plugin: the transport that serves it.
+        host, port: where ranks meet; None where the transport has no such thing.
+        ports: candidates to try in turn, where no single port is known (see `ruda_async.environment`).
+        name: the job's name.
+        rank, world_size: this rank and how many there are.
+        timeout: seconds for joining and the default for every call.
+        secret: the job secret; never printed.
+        parameters: an instance of ``plugin.parameters``.
+        settings: what algorithms must respect.
+        listen_fd: an inherited listening socket for rank 0, from a launcher.
+    """
+
+    scheme: str
+    plugin: Plugin
+    host: str | None
+    port: int | None
+    ports: tuple[int, ...]
+    name: str
+    rank: int
+    world_size: int
+    timeout: float
+    secret: Secret
+    parameters: Any
+    settings: Settings
+    listen_fd: int | None = None
+
+    @property
+    def redacted_url(self) -> str:
+        """A URL for logs that says what was resolved, without any secret."""
+        host = f"[{self.host}]" if self.host and ":" in self.host else self.host or ""
+        port = "" if self.port is None else f":{self.port}"
+        path = "" if self.name in (_DEFAULT_NAME, self.host) else f"/{quote(self.name)}"
+        query = {"rank": self.rank, "world_size": self.world_size, "timeout": f"{self.timeout:g}"}
+        query |= {k: v for k, v in (("algorithm", self.settings.algorithm),) if v is not None}
+        query |= {} if self.settings.order == "exact" else {"order": self.settings.order}
+        for f in fields(self.parameters):
+            value = getattr(self.parameters, f.name)
+            if value != f.default:
+                query[f.name] = "***" if f.name in HIDDEN else getattr(value, "value", value)
+        return f"{self.scheme}://{host}{port}{path}?{urlencode(query, safe='*/:')}"
+
+    def __repr__(self) -> str:
+        return f"<Config {self.redacted_url}, {self.secret}>"
+
+
+def resolve(
+    url: str | None = None,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    timeout: float | None = None,
+    secret: str | bytes | Secret | None = None,
+    algorithm: str | None = None,
+    order: str | None = None,
+    environ: Mapping[str, str] | None = None,
+    **parameters: Any,
+) -> Config:
+    """Check and join URL, keyword arguments and environment.
+
+    Args:
+        url: ``scheme://[host[:port]][/job]?parameter=value&…``; None for ``RUDA_URL``, else ``env://``.
+        rank, world_size, timeout, algorithm, order: as in `CommonParameters`.
+        secret: the job secret; text stands for its UTF-8 bytes.
+        environ: instead of ``os.environ``.
+        parameters: `secret_file` and the transport's own parameters.
+
+    Raises:
+        ConfigError: a mistake in what was given.
+        TransportUnavailableError: the transport's package is not there.
+    """
+    environ = _environ() if environ is None else environ
+    given = {
+        "rank": rank,
+        "world_size": world_size,
+        "timeout": timeout,
+        "algorithm": algorithm,
+        "order": order,
+    }
+    place = _place(url, environ)
+    own = {f.name for f in fields(place.plugin.parameters)}
+    raw: dict[str, Any] = {}
+    labels: dict[str, str] = {}
+    for key, variable in (
+        ("rank", "RUDA_RANK"),
+        ("world_size", "RUDA_WORLD_SIZE"),
+        ("timeout", "RUDA_TIMEOUT"),
+    ):
+        if environ.get(variable):
+            raw[key] = environ[variable]
+            labels[key] = variable
+    if place.job is not None:
+        raw |= {"rank": place.job.rank, "world_size": place.job.world_size}
+    for source in (place.query, {**given, **parameters}):
+        for key, value in source.items():
+            if value is not None:
+                raw[key] = value
+                labels.pop(key, None)
+    common = {f.name for f in fields(CommonParameters)}
+    shared = parse_parameters(
+        CommonParameters, place.scheme, {k: v for k, v in raw.items() if k in common}, labels=labels
+    )
+    specific = parse_parameters(
+        place.plugin.parameters,
+        place.scheme,
+        {k: v for k, v in raw.items() if k not in common or k in own},
+        also=common,
+    )
+    _check_rank(shared, place.scheme)
+    assert shared.rank is not None
+    assert shared.world_size is not None
+    listen_fd = _listen_fd(environ) if place.inherited and shared.rank == 0 else None
+    if place.port in (None, 0) and not place.ports and listen_fd is None:
+        _check_port(place, shared.world_size)
+    return Config(
+        scheme=place.scheme,
+        plugin=place.plugin,
+        host=place.host,
+        port=place.port,
+        ports=place.ports,
+        name=place.name,
+        rank=shared.rank,
+        world_size=shared.world_size,
+        timeout=shared.timeout,
+        secret=_find_secret(secret, shared.secret_file, environ),
+        parameters=specific,
+        settings=Settings(algorithm=shared.algorithm, order=shared.order),
+        listen_fd=listen_fd,
+    )
+
+
+# ---------------------------------------------------------------------- the environment
+
+_overlay: ContextVar[Mapping[str, str] | None] = ContextVar("ruda_environment", default=None)
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Let `variables` stand before ``os.environ`` for this thread or task: ranks that share a process."""
+    token = _overlay.set(variables)
+    try:
+        yield
+    finally:
+        _overlay.reset(token)
+
+
+def _environ() -> Mapping[str, str]:
+    overlay = _overlay.get()
+    return os.environ if overlay is None else {**os.environ, **overlay}
+
+
+def _listen_fd(environ: Mapping[str, str]) -> int | None:
+    text = environ.get("RUDA_LISTEN_FD")
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigError(f"RUDA_LISTEN_FD={text!r:.80} is not a file descriptor; unset it")
+    return int(text)
+
+
+# ---------------------------------------------------------------------- the place
+
+
+class _Place(NamedTuple):
+    """Which transport, and where ranks meet."""
+
+    scheme: str
+    plugin: Plugin
+    host: str | None
+    port: int | None
+    ports: tuple[int, ...]
+    name: str
+    query: dict[str, str]
+    job: EnvJob | None = None
+    #: Whether a launcher named this place, so that a socket it hands over belongs to it.
+    inherited: bool = False
+
+
+def _place(url: str | None, environ: Mapping[str, str]) -> _Place:
+    """The place that `url` names, or the environment where it names none."""
+    asked = url
+    if url is None:
+        asked = environ.get("RUDA_URL") or f"{_ENV}://"
+    parts = _split(asked)
+    if parts.scheme != _ENV:
+        place = _locate(parts)
+        return place if url is not None else place._replace(inherited=True, job=find_job(environ))
+    if parts.host or parts.port is not None:
+        raise ConfigError(
+            f"{parts.text!r}: env:// takes no host, since the environment names it; write "
+            f"env:///{parts.host or 'job'} for a job name"
+        )
+    inner = environ.get("RUDA_URL")
+    if inner and not inner.startswith(f"{_ENV}:"):
+        place = _locate(_split(inner))
+        name = parts.path or place.name
+        return place._replace(
+            name=name, query=place.query | parts.query, inherited=True, job=find_job(environ)
+        )
+    job = from_environment({k: v for k, v in environ.items() if k != "RUDA_URL"})
+    plugin = default_plugin(network=True)
+    return _Place(
+        plugin.scheme, plugin, job.host, None, job.ports, parts.path or job.name, parts.query, job, True
+    )
+
+
+def _locate(parts: UrlParts) -> _Place:
+    plugin = get_plugin(parts.scheme)
+    if is_network(plugin):
+        host, name = parts.host, parts.path or _DEFAULT_NAME
+    else:
+        if parts.port is not None:
+            raise ConfigError(
+                f"{parts.text!r}: {parts.scheme}:// has no ports; write {parts.scheme}://{parts.host or 'job'}"
+            )
+        host, name = parts.host, "/".join(p for p in (parts.host, parts.path) if p) or _DEFAULT_NAME
+    return _Place(parts.scheme, plugin, host, parts.port, (), name, parts.query)
+
+
+def _split(url: object) -> UrlParts:
+    parts = split_url(url)
+    if not parts.scheme:
+        raise ConfigError(_no_scheme(parts.text))
+    return parts
+
+
+def _no_scheme(url: str) -> str:
+    """The error text for a URL without a scheme: what was probably meant, and what there is."""
+    known = [*plugins(), _ENV]
+    guess = ""
+    scheme, colon, rest = url.partition(":")
+    if colon and scheme.lower() in known:
+        guess = f"{scheme}://{rest.lstrip('/')}"
+    elif re.match(r"(//)?(\[[^\]]*\]|[^/?:]+):[0-9]+", url):
+        with suppress(TransportUnavailableError):
+            guess = f"{default_plugin(network=True).scheme}://{url.lstrip('/')}"
+    meant = f"did you mean {guess}? A URL" if guess else "a URL"
+    return f"the URL {url!r} names no transport; {meant} begins with one of " + ", ".join(
+        f"{scheme}://" for scheme in known
+    )
+
+
+# ---------------------------------------------------------------------- checks
+
+
+def _check_rank(shared: CommonParameters, scheme: str) -> None:
+    """Both are there and agree."""
+    missing = [name for name in ("rank", "world_size") if getattr(shared, name) is None]
+    if missing:
+        what = " and ".join(missing)
+        example = "&".join(f"{name}={2 if name == 'world_size' else 0}" for name in missing)
+        variables = " and ".join(f"RUDA_{name.upper()}" for name in missing)
+        keywords = ", ".join(f"{name}=…" for name in missing)
+        raise ConfigError(
+            f"{scheme}:// needs {what}: give connect({keywords}), or ?{example} in the URL, or set "
+            f"{variables} (`ruda-async run` does)"
+        )
+    assert shared.rank is not None
+    assert shared.world_size is not None
+    if shared.rank >= shared.world_size:
+        raise ConfigError(
+            f"rank={shared.rank} is outside a job of world_size={shared.world_size}; ranks count from 0 to "
+            f"{shared.world_size - 1}"
+        )
+
+
+def _check_port(place: _Place, world_size: int) -> None:
+    """Ranks that meet over a network need to know where."""
+    if world_size > 1 and is_network(place.plugin):
+        what = "no port" if place.port is None else "port 0"
+        raise ConfigError(
+            f"{place.scheme}:// with {what} names no place to meet; write "
+            f"{place.scheme}://{place.host or '10.0.0.5'}:29500, or start the ranks with `ruda-async run`, "
+            "which finds a free port"
+        )
+
+
+def _find_secret(
+    secret: str | bytes | Secret | None, secret_file: Path | None, environ: Mapping[str, str]
+) -> Secret:
+    """The keyword, else the file that keyword or URL name, else ``RUDA_SECRET``, ``RUDA_SECRET_FILE``."""
+    if isinstance(secret, Secret):
+        return secret
+    if secret is not None:
+        if not isinstance(secret, (str, bytes)):
+            raise ConfigError(f"secret= is text or bytes, not {type(secret).__name__}")
+        return Secret(secret.encode() if isinstance(secret, str) else secret)
+    if secret_file is not None:
+        return _read_secret(secret_file, "secret_file")
+    if environ.get("RUDA_SECRET"):
+        return Secret(os.fsencode(environ["RUDA_SECRET"]))
+    if environ.get("RUDA_SECRET_FILE"):
+        return _read_secret(Path(environ["RUDA_SECRET_FILE"]).expanduser(), "RUDA_SECRET_FILE")
+    return Secret(b"")
+
+
+def _read_secret(path: Path, label: str) -> Secret:
+    try:
+        with path.open("rb") as file:
+            value = file.read(_MAX_SECRET_FILE + 1)
+    except OSError as error:
+        raise ConfigError(
+            f"{label}={str(path)!r} cannot be read: {error.strerror}; check the path and its permissions"
+        ) from None
+    value = value.removesuffix(b"\n").removesuffix(b"\r")
+    if not value or len(value) > _MAX_SECRET_FILE:
+        state = "empty" if not value else f"larger than {_MAX_SECRET_FILE} bytes"
+        raise ConfigError(f"{label}={str(path)!r} is {state}; put the job secret there, one line")
+    return Secret(value)

@@ -1,0 +1,55 @@
+"""The layer over an asynchronous communicator."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import Tensor
+
+from ..autograd.aio import plain
+from ..autograd.engine import run_async
+from . import layer
+from .dispatching import combine
+from .layer import ExpertsFn
+from .layout import ExpertLayout
+
+__all__ = ["moe_layer"]
+
+
+async def moe_layer(
+    comm: Any,
+    tokens: Tensor,
+    logits: Tensor,
+    experts_fn: ExpertsFn,
+    layout: ExpertLayout,
+    k: int,
+    *,
+    out_features: int | None = None,
+    timeout: float | None = None,
+    **routing: Any,
+) -> Tensor:
+    """As `ruda_async.moe.moe_layer`, awaited, over an `AsyncCommunicator` or its differentiable wrapper.
+
+    `experts_fn` runs on the event loop; it may return an awaitable, and should where it computes for
+    long. Requests served at once need a channel each: ``comm.channel(request_id)``.
+    """
+    base = plain(comm)
+    try:
+        dispatched = layer.start(base.world_size, tokens, logits, layout, k, routing)
+    except Exception as error:
+        await layer.refuse(base, error)
+    told = await base.all_to_all_v_int(*layer.announce(dispatched, layout, tokens), timeout=timeout)
+    arrival = layer.arrive(told.value, base.rank, layout, tokens.device)
+    rule = layer.there(dispatched)
+    arrived = await run_async(base, rule, dispatched.rows, timeout, arrival.tokens_track)
+    try:
+        rows = arrived.index_select(0, arrival.order)
+        outcome = experts_fn(rows, arrival.counts) if layout.counts[base.rank] else None
+        if inspect.isawaitable(outcome):
+            outcome = await outcome
+        result = layer.result_rows(outcome, rows, arrival, out_features)
+    except Exception as error:
+        await layer.refuse(base, error)
+    returned = await run_async(base, layer.back(rule), result, timeout, arrival.any_tracks)
+    return combine(returned, dispatched)

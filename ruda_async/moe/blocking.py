@@ -1,0 +1,76 @@
+"""The layer over a blocking communicator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..autograd.compiling import eager
+from ..autograd.engine import run
+from ..autograd.functions import plain
+from . import layer
+from .dispatching import combine
+from .layer import ExpertsFn
+from .layout import ExpertLayout
+
+__all__ = ["moe_layer"]
+
+
+@eager
+def moe_layer(
+    comm: Any,
+    tokens: Tensor,
+    logits: Tensor,
+    experts_fn: ExpertsFn,
+    layout: ExpertLayout,
+    k: int,
+    *,
+    out_features: int | None = None,
+    timeout: float | None = None,
+    **routing: Any,
+) -> Tensor:
+    """Run each token through its `k` experts, wherever they are, and sum their outputs by weight.
+
+    Every rank calls it, with no tokens too. Three exchanges: counts, rows, and outputs. Gradients reach tokens,
+    logits and the experts' parameters; with grad mode on in any rank, the output requires a gradient on
+    all, and all must enter its backward.
+
+    Args:
+        comm: a `ruda_async.sync.Communicator` or its differentiable wrapper.
+        tokens: floating ``[tokens, features]``; any number of tokens on each rank, equal features and dtype.
+        logits: floating ``[tokens, experts]``, of all experts.
+        experts_fn: ``experts_fn(rows, counts)`` computes this rank's experts: rows ``[n, features]`` sorted by
+            expert, within one by source rank and token, and the rows of each local expert. Returns
+            ``[n, out]``. Called with no rows too; not called on a rank that owns no experts. See `per_expert`.
+        layout: who owns which experts; the same on all ranks.
+        k: experts per token.
+        out_features: the outputs' width where it is not that of the tokens; only needed on ranks without experts.
+        timeout: seconds for each exchange, forward and backward.
+        routing: `method`, `bias`, `groups`, `top_groups`, `normalize` and `scale` of `route`.
+
+    Returns:
+        ``[tokens, out]`` of the dtype of the experts' outputs; sums in float32 by ascending expert.
+
+    Raises:
+        TensorContractError: an argument is wrong, here or on the rank in ``.rank``.
+        RudaError: `experts_fn` failed on another rank; or as collectives do.
+    """
+    base = plain(comm)
+    inner = base._inner
+    try:
+        dispatched = layer.start(inner.world_size, tokens, logits, layout, k, routing)
+    except Exception as error:
+        base._wait(layer.refuse(inner, error))
+    told = base.all_to_all_v_int(*layer.announce(dispatched, layout, tokens), timeout=timeout).value
+    arrival = layer.arrive(told, inner.rank, layout, tokens.device)
+    rule = layer.there(dispatched)
+    arrived = run(base, rule, dispatched.rows, timeout, arrival.tokens_track)
+    try:
+        rows = arrived.index_select(0, arrival.order)
+        outcome = experts_fn(rows, arrival.counts) if layout.counts[inner.rank] else None
+        result = layer.result_rows(outcome, rows, arrival, out_features)
+    except Exception as error:
+        base._wait(layer.refuse(inner, error))
+    returned = run(base, layer.back(rule), result, timeout, arrival.any_tracks)
+    return combine(returned, dispatched)

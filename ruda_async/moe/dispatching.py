@@ -1,0 +1,112 @@
+"""From tokens to rows in expert order, and from the experts' rows back to tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import TensorContractError
+from .layout import ExpertLayout
+from .routing import Routing
+
+__all__ = ["Dispatch", "combine", "dispatch", "per_expert"]
+
+
+class Dispatch(NamedTuple):
+    """Rows that are ready to be sent to the experts' owners.
+
+    Attributes:
+        rows: ``[tokens*k, …]``, one row per assignment, sorted by expert, within one by token.
+        expert_counts: rows of each expert, of all experts.
+        send_counts: rows for each rank.
+        positions: int64 ``[tokens, k]``: where in `rows` each token's assignments are, by ascending expert.
+        weights: ``[tokens, k]`` in the same order.
+    """
+
+    rows: Tensor
+    expert_counts: tuple[int, ...]
+    send_counts: tuple[int, ...]
+    positions: Tensor
+    weights: Tensor
+
+
+def dispatch(tokens: Tensor, routing: Routing, layout: ExpertLayout) -> Dispatch:
+    """Make one row per assignment, in the order of experts. No token is dropped.
+
+    Args:
+        tokens: ``[tokens, …]``; rows take its gradient.
+        routing: from `route`, or any experts and weights of that form.
+
+    Raises:
+        TensorContractError: `routing` does not fit `tokens` or `layout`.
+    """
+    experts, weights = routing
+    if experts.dim() != 2 or tokens.dim() < 1 or experts.shape[0] != tokens.shape[0] or weights.shape != experts.shape:
+        raise TensorContractError(
+            f"routing of experts {list(experts.shape)} and weights {list(weights.shape)} does not fit tokens "
+            f"{list(tokens.shape)}; both are [tokens, k]"
+        )
+    if experts.is_floating_point() or experts.dtype == torch.bool:
+        raise TensorContractError(f"experts are integers, not {experts.dtype}")
+    count, k = experts.shape
+    if experts.numel():
+        low, high = (int(n) for n in experts.aminmax())
+        if low < 0 or high >= layout.experts:
+            raise TensorContractError(
+                f"routing names expert {low if low < 0 else high}; {layout} has experts 0 to {layout.experts - 1}"
+            )
+    ascending = experts.long().argsort(-1, stable=True)
+    flat = experts.long().gather(-1, ascending).reshape(-1)
+    order = flat.argsort(stable=True)  # assignments, by expert and then by token
+    positions = torch.empty_like(order)
+    positions[order] = torch.arange(len(order), device=order.device)
+    rows = tokens.index_select(0, order.div(max(k, 1), rounding_mode="floor"))
+    counts = tuple(torch.bincount(flat, minlength=layout.experts).tolist())
+    sends = tuple(sum(counts[a:b]) for a, b in zip(layout.prefix, layout.prefix[1:], strict=False))
+    return Dispatch(rows, counts, sends, positions.view(count, k), weights.gather(-1, ascending))
+
+
+def combine(rows: Tensor, dispatched: Dispatch) -> Tensor:
+    """Each token's weighted sum of its rows, added by ascending expert in the weights' dtype (float32).
+
+    Args:
+        rows: ``[tokens*k, …]``, the experts' outputs in the order of ``dispatched.rows``.
+
+    Returns:
+        ``[tokens, …]`` of the dtype of `rows`, differentiable in rows and weights.
+    """
+    positions, weights = dispatched.positions, dispatched.weights
+    if rows.dim() < 1 or len(rows) != positions.numel():
+        raise TensorContractError(
+            f"combine takes one row for each of {positions.numel()} assignments, not {list(rows.shape)}"
+        )
+    count, k = positions.shape
+    trailing = (1,) * (rows.dim() - 1)
+    total: Tensor | None = None
+    for j in range(k):
+        part = rows.index_select(0, positions[:, j]).to(weights.dtype) * weights[:, j].view(count, *trailing)
+        total = part if total is None else total + part
+    if total is None:
+        return rows.new_zeros((count, *rows.shape[1:]))
+    return total.to(rows.dtype)
+
+
+def per_expert(experts: Sequence[Callable[[Tensor], Tensor]]) -> Callable[[Tensor, tuple[int, ...]], Tensor]:
+    """An `experts_fn` for `moe_layer` from one callable per local expert, such as a `torch.nn.ModuleList`.
+
+    Each is called once a layer, with no rows too, so that all parameters get a gradient.
+    """
+
+    def apply(rows: Tensor, counts: tuple[int, ...]) -> Tensor:
+        if len(counts) != len(experts):
+            raise TensorContractError(
+                f"per_expert has {len(experts)} experts and this rank owns {len(counts)}; give it the experts of "
+                "layout.local(rank)"
+            )
+        parts = rows.split(list(counts))
+        return torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
+
+    return apply

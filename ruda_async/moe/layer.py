@@ -1,0 +1,147 @@
+"""A layer of sharded experts: route, dispatch, exchange, local experts, exchange back, combine.
+
+The scheme is that of GShard (Lepikhin et al. 2020) without capacities: the exchanges are uneven, so no token
+is dropped and none is padded, as in MegaBlocks (Gale et al. 2022).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..autograd.engine import keep
+from ..autograd.rules import AllToAllV
+from ..collectives.operation import Link
+from ..communicator import AsyncCommunicator
+from ..errors import TensorContractError
+from .dispatching import Dispatch, dispatch
+from .layout import ExpertLayout
+from .routing import route
+
+__all__ = ["Arrival", "ExpertsFn", "announce", "arrive", "back", "refuse", "result_rows", "start", "there"]
+
+#: ``experts_fn(rows, counts)``: rows ``[n, …]`` of this rank's experts, sorted by expert, and how many rows each
+#: of them has; returns ``[n, …]``. The awaitable form may return an awaitable.
+ExpertsFn = Callable[[Tensor, tuple[int, ...]], Any]
+
+_TOKENS, _GRAD_MODE = 1, 2
+
+
+class Arrival(NamedTuple):
+    """What the owner of experts knows before the rows come.
+
+    Attributes:
+        counts: rows of each local expert.
+        order, inverse: from the order of arrival (by source, then expert) to that of experts, and back.
+        tokens_track, any_tracks: whether on some rank the tokens need a gradient, and whether some rank
+            has grad mode on; the same on all ranks.
+    """
+
+    counts: tuple[int, ...]
+    order: Tensor
+    inverse: Tensor
+    tokens_track: bool
+    any_tracks: bool
+
+
+def start(size: int, tokens: Tensor, logits: Tensor, layout: ExpertLayout, k: int, options: Any) -> Dispatch:
+    """Check, route and dispatch."""
+    if layout.world_size != size:
+        raise TensorContractError(f"{layout} is for {layout.world_size} ranks; make one for {size}")
+    if tokens.dim() < 2 or not tokens.is_floating_point():
+        raise TensorContractError(
+            f"tokens are floating [tokens, features], not {tokens.dtype} of shape {list(tokens.shape)}"
+        )
+    if logits.dim() != 2 or logits.shape[1] != layout.experts or len(logits) != len(tokens):
+        raise TensorContractError(
+            f"logits of shape {list(logits.shape)} do not fit {len(tokens)} tokens and {layout.experts} experts; "
+            f"they are [{len(tokens)}, {layout.experts}]"
+        )
+    return dispatch(tokens, route(logits, k, **options), layout)
+
+
+class _Refusal:
+    """A call that fails on this rank, and thereby on all, where the layer's next exchange would be."""
+
+    operation = "moe_layer"
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def prepare(self, rank: int, size: int, settings: Any) -> bytes:
+        raise self._error
+
+    async def run(self, link: Link) -> NoReturn:
+        raise self._error
+
+
+async def refuse(comm: AsyncCommunicator, error: Exception) -> NoReturn:
+    """Raise `error`, and have the other ranks' exchange fail at once rather than wait."""
+    await comm._call(_Refusal(error), None)
+    raise error
+
+
+def announce(dispatched: Dispatch, layout: ExpertLayout, tokens: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """What each owner is told: the rows of each of its experts, and whether this rank tracks gradients.
+
+    The flags travel with the counts, so that agreeing on gradient tracking costs no message.
+    """
+    tracking = torch.is_grad_enabled()
+    flags = (_TOKENS if tracking and tokens.requires_grad else 0) | (_GRAD_MODE if tracking else 0)
+    numbers: list[int] = []
+    for rank in range(layout.world_size):
+        owned = layout.local(rank)
+        numbers += dispatched.expert_counts[owned.start : owned.stop]
+        numbers.append(flags)
+    return torch.tensor(numbers, dtype=torch.int64), tuple(n + 1 for n in layout.counts)
+
+
+def arrive(told: Tensor, rank: int, layout: ExpertLayout, device: torch.device) -> Arrival:
+    """Read all ranks' announcements."""
+    table = told.view(layout.world_size, layout.counts[rank] + 1)
+    counts, flags = table[:, :-1], table[:, -1].tolist()
+    sources, local = counts.shape
+    # The expert of every row in order of arrival; sorting it, stably, gives the order of experts.
+    experts = torch.arange(local).repeat(sources).repeat_interleave(counts.reshape(-1))
+    order = experts.argsort(stable=True)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order))
+    return Arrival(
+        tuple(counts.sum(0).tolist()),
+        order.to(device),
+        inverse.to(device),
+        any(flag & _TOKENS for flag in flags),
+        any(flag & _GRAD_MODE for flag in flags),
+    )
+
+
+def result_rows(outcome: Any, rows: Tensor, arrival: Arrival, out_features: int | None) -> Tensor:
+    """The experts' outputs in order of arrival, with the exchanged rows kept in their graph.
+
+    Args:
+        outcome: what `experts_fn` returned; None on a rank that owns no experts.
+    """
+    if outcome is None:
+        width = rows.shape[1:] if out_features is None else (out_features,)
+        outcome = rows.new_zeros((0, *width))
+    if not isinstance(outcome, Tensor) or outcome.dim() < 1 or len(outcome) != len(rows):
+        shape = list(outcome.shape) if isinstance(outcome, Tensor) else type(outcome).__name__
+        raise TensorContractError(
+            f"experts_fn got {len(rows)} rows and returned {shape}; it returns one row for each"
+        )
+    result: Tensor = outcome.index_select(0, arrival.inverse)
+    # Experts that ignore their rows, or have none, must enter the rows' backward exchange all the same.
+    return keep(result, rows) if rows.requires_grad and torch.is_grad_enabled() else result
+
+
+def there(dispatched: Dispatch) -> AllToAllV:
+    """The exchange of rows to the experts' owners."""
+    return AllToAllV(dispatched.send_counts, "all_to_all_v_float")
+
+
+def back(rule: AllToAllV) -> AllToAllV:
+    """The inverse exchange."""
+    return AllToAllV(rule.receive_counts, "all_to_all_v_float")

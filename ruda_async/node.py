@@ -1,0 +1,345 @@
+"""This rank's place in the job: its transport, its channels, and what it knows of its peers.
+
+A node listens to every peer on the control tag. That is how announced failures arrive, and how a lost
+peer is noticed: the transport fails the pending receive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import weakref
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from . import notices
+from .channel import Channel, Operation
+from .errors import CommunicatorClosedError, ConfigError, PeerLostError, ProtocolError, RudaError
+from .tags import CONTROL_TAG, SEQUENCES, split_tag
+from .transport.base import DONE, Capabilities, Transport
+
+if TYPE_CHECKING:
+    from .config import Config
+
+__all__ = ["Node"]
+
+log = logging.getLogger("ruda_async")
+
+#: A call that has waited this long (seconds) tells the others what it is, so that ranks that entered
+#: different calls find out even where their algorithms never exchange a message.
+REPORT_AFTER = 0.05
+#: Channels that failed and were closed are remembered, so that late messages of theirs are dropped.
+_MAX_TOMBSTONES = 4096
+
+_NOTICES: dict[str, tuple[type, ...]] = {
+    "fail": (int, int, str, int, str, int, str, str, str),
+    "report": (int, int, bytes),
+    "lost": (int, str),
+    "survivors": (int, int, list, bool),
+}
+
+_nodes: weakref.WeakSet[Node] = weakref.WeakSet()
+
+
+class Node:
+    """One rank's end of a job. Bound to one event loop and one process."""
+
+    def __init__(self, transport: Transport, config: Config) -> None:
+        self.transport = transport
+        self.config = config
+        self.capabilities: Capabilities = transport.capabilities
+        self.loop = asyncio.get_running_loop()
+        self.channels: dict[int, Channel] = {}
+        #: Peers that died, and why; job ranks.
+        self.lost: dict[int, PeerLostError] = {}
+        #: Why this node can do no more.
+        self.closed: RudaError | None = None
+        #: Calls finished since one of them last let the loop turn.
+        self.unturned = 0
+        #: Called with every ``survivors`` notice: see `recovery`.
+        self.on_survivors: Callable[[int, int, int, list[int], bool], None] | None = None
+        self._tombstones: OrderedDict[int, int] = OrderedDict()
+        self._early_failures: OrderedDict[int, dict[int, notices.Failure]] = OrderedDict()
+        self._watchdog: asyncio.TimerHandle | None = None
+        self._listeners: list[asyncio.Task[None]] = []
+        self._unsent: set[asyncio.Future[None]] = set()
+        self._closing: asyncio.Task[None] | None = None
+        transport.is_stale = self._is_stale
+        _nodes.add(self)
+
+    def start(self) -> None:
+        """Begin to listen to the peers."""
+        for peer in range(self.transport.world_size):
+            if peer != self.transport.rank:
+                name = f"ruda rank {self.transport.rank} hears {peer}"
+                self._listeners.append(self.loop.create_task(self._listen(peer), name=name))
+
+    def check_loop(self) -> None:
+        """Refuse to be used from another event loop than the one that connected.
+
+        Raises:
+            CommunicatorClosedError
+        """
+        if asyncio.get_running_loop() is not self.loop:
+            raise CommunicatorClosedError(
+                f"rank {self.transport.rank}: this communicator belongs to another event loop; connect on the "
+                "loop that uses it, or use ruda_async.sync from other threads"
+            )
+
+    # ------------------------------------------------------------------ channels
+
+    def open_channel(self, id: int, name: str, members: tuple[int, ...]) -> Channel:
+        """The channel of this number, made when it is not open yet.
+
+        Raises:
+            ConfigError: another live channel has the same number.
+        """
+        if self.closed is not None:
+            raise self.closed
+        channel = self.channels.get(id)
+        if channel is not None:
+            if channel.name != name or channel.members != members:
+                raise ConfigError(
+                    f"the channel names {name!r} and {channel.name!r} hash alike; choose another name"
+                )
+            return channel
+        channel = Channel(self, id, name, members, self._tombstones.pop(id, 0))
+        channel.announced.update(self._early_failures.pop(id, {}))
+        for peer, error in self.lost.items():
+            channel.on_lost(peer, error)
+        self.channels[id] = channel
+        return channel
+
+    def _remember_failure(self, id: int, sequence: int, failure: notices.Failure) -> None:
+        """A call failed on a channel that this rank has not opened (or has closed)."""
+        if sequence < self._tombstones.get(id, 0):
+            return
+        self._early_failures.setdefault(id, {})[sequence] = failure
+        if len(self._early_failures) > _MAX_TOMBSTONES:
+            self._early_failures.popitem(last=False)
+
+    def forget(self, channel: Channel) -> None:
+        """A channel was closed here."""
+        self.channels.pop(channel.id, None)
+        if channel.tainted:
+            self._tombstones[channel.id] = channel.next
+            if len(self._tombstones) > _MAX_TOMBSTONES:
+                self._tombstones.popitem(last=False)
+
+    def _is_stale(self, tag: int) -> bool:
+        id, sequence = split_tag(tag)
+        channel = self.channels.get(id)
+        if channel is not None:
+            return channel.is_stale(sequence)
+        return sequence < self._tombstones.get(id, 0)
+
+    # ------------------------------------------------------------------ deadlines
+
+    def watch(self, operation: Operation) -> None:
+        """See to it that `operation` reports when it waits long, and ends at its deadline."""
+        watchdog = self._watchdog
+        due = _report_at(operation)
+        if watchdog is None:
+            self._watchdog = self.loop.call_later(max(due - monotonic(), 0), self._patrol)
+        elif due < self._patrol_at:
+            watchdog.cancel()
+            self._watchdog = self.loop.call_later(max(due - monotonic(), 0), self._patrol)
+        else:
+            return
+        self._patrol_at = due
+
+    _patrol_at = 0.0
+
+    def _patrol(self) -> None:
+        """Look at every call in flight; come again when the next one is due."""
+        self._watchdog = None
+        now = monotonic()
+        due = float("inf")
+        for channel in list(self.channels.values()):
+            for operation in list(channel.active.values()):
+                if operation.error is not None or not operation.head:
+                    continue
+                if now >= operation.deadline:
+                    channel.on_deadline(operation)
+                    continue
+                if not operation.reported:
+                    report_at = _report_at(operation)
+                    if now >= report_at:
+                        operation.reported = True
+                        self.report(channel, channel.members, operation.sequence, operation.head)
+                    else:
+                        due = min(due, report_at)
+                due = min(due, operation.deadline)
+        if due < float("inf") and self.closed is None:
+            self._patrol_at = due
+            self._watchdog = self.loop.call_later(max(due - now, 0.001), self._patrol)
+
+    def report(self, channel: Channel, members: Iterable[int], sequence: int, head: bytes) -> None:
+        """Tell `members` that this rank is in call `sequence` of `channel`, or past it (an empty head)."""
+        self._tell(members, notices.encode("report", channel.id, sequence, head))
+
+    # ------------------------------------------------------------------ talking to peers
+
+    def announce(self, channel: Channel, sequence: int, failure: notices.Failure) -> None:
+        """Tell every rank of `channel` that its call `sequence` has failed."""
+        self._tell(channel.members, notices.encode("fail", channel.id, sequence, *failure))
+
+    def tell_survivors(self, peer: int, channel: int, round: int, lost: Iterable[int], final: bool) -> None:
+        """One message of the agreement on survivors; see `recovery`."""
+        self._tell((peer,), notices.encode("survivors", channel, round, sorted(lost), final))
+
+    def _tell(self, members: Iterable[int], notice: bytes) -> None:
+        view = memoryview(notice)
+        for peer in members:
+            if peer == self.transport.rank or peer in self.lost:
+                continue
+            try:
+                self._keep(self.transport.send(peer, CONTROL_TAG, (view,)))
+            except RudaError:
+                pass  # that peer is going; its listener will say so
+
+    def _keep(self, sending: Awaitable[None]) -> None:
+        """Hold on to a send that could not leave at once."""
+        if sending is not DONE:
+            task = asyncio.ensure_future(sending, loop=self.loop)
+            self._unsent.add(task)
+            task.add_done_callback(self._sent)
+
+    def _sent(self, task: asyncio.Future[None]) -> None:
+        self._unsent.discard(task)
+        if not task.cancelled():
+            task.exception()
+
+    async def _listen(self, peer: int) -> None:
+        """Hear one peer's notices until it is gone."""
+        transport = self.transport
+        try:
+            while True:
+                envelope = await transport.probe(peer, CONTROL_TAG)
+                if envelope.nbytes > notices.MAX_NOTICE:
+                    raise ProtocolError(f"a control message of {envelope.nbytes} bytes", rank=peer)
+                data = bytearray(envelope.nbytes)
+                await transport.recv_into(peer, CONTROL_TAG, (memoryview(data),), envelope.head)
+                self._hear(peer, data)
+        except PeerLostError as error:
+            if error.orderly:
+                # What it still owes fails in the transport; calls that it has done its part of go on.
+                log.debug("rank %d: rank %d has left", transport.rank, peer)
+            else:
+                self._on_lost(peer, error)
+        except CommunicatorClosedError:
+            pass
+        except Exception as error:
+            log.error("rank %d: cannot hear rank %d any more: %s", transport.rank, peer, error)
+            self._on_lost(peer, PeerLostError(f"rank {peer} cannot be heard any more: {error}", rank=peer))
+
+    def _hear(self, peer: int, data: bytearray) -> None:
+        kind, fields = notices.decode(data, _NOTICES)
+        if kind == "fail":
+            id, sequence, *rest = fields
+            channel = self.channels.get(id)
+            if channel is not None and peer in channel.members:
+                channel.on_failure(sequence % SEQUENCES, notices.Failure(*rest))
+            elif channel is None:
+                self._remember_failure(id, sequence % SEQUENCES, notices.Failure(*rest))
+        elif kind == "report":
+            id, sequence, head = fields
+            channel = self.channels.get(id)
+            if channel is not None and peer in channel.members:
+                channel.on_report(channel.members.index(peer), sequence % SEQUENCES, head)
+        elif kind == "lost":
+            rank, text = fields
+            if rank != self.transport.rank and 0 <= rank < self.transport.world_size:
+                self._on_lost(rank, PeerLostError(text, rank=rank))
+        elif self.on_survivors is not None:
+            id, round, lost, final = fields
+            if not all(type(r) is int and 0 <= r < self.transport.world_size for r in lost):
+                raise ProtocolError("a survivors notice names ranks that do not exist")
+            self.on_survivors(peer, id, round, lost, final)
+
+    # ------------------------------------------------------------------ losing peers
+
+    def _on_lost(self, peer: int, error: PeerLostError) -> None:
+        if peer in self.lost or self.closed is not None:
+            return
+        log.warning("rank %d: lost rank %d: %s", self.transport.rank, peer, error)
+        self.lost[peer] = error
+        self._tell(range(self.transport.world_size), notices.encode("lost", peer, str(error)))
+        for channel in list(self.channels.values()):
+            channel.on_lost(peer, error)
+        if self.on_survivors is not None:
+            self.on_survivors(peer, -1, 0, [], False)
+
+    # ------------------------------------------------------------------ the end
+
+    async def close(self) -> None:
+        """Fail what is in flight, then close the transport in an orderly way. Harmless twice."""
+        if self._closing is None:
+            self._closing = self.loop.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        error = CommunicatorClosedError(f"rank {self.transport.rank} closed this communicator")
+        self._shut(error)
+        try:
+            if self._unsent:
+                await asyncio.wait(list(self._unsent), timeout=1)
+        finally:
+            await self.transport.close()
+            await self._end_listeners()
+
+    def abort(self, reason: str) -> None:
+        """Drop everything at once. Harmless twice."""
+        if self.closed is None:
+            self._shut(CommunicatorClosedError(f"rank {self.transport.rank} aborted: {reason}"))
+        self.transport.abort(reason)
+
+    def _shut(self, error: RudaError) -> None:
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+            self._watchdog = None
+        for channel in list(self.channels.values()):
+            channel.close(error)
+        self.closed = error
+
+    async def _end_listeners(self) -> None:
+        for task in self._listeners:
+            task.cancel()
+        if self._listeners:
+            await asyncio.gather(*self._listeners, return_exceptions=True)
+
+    # ------------------------------------------------------------------ facts
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of this node and its links; see `AsyncCommunicator.stats`."""
+        channels = self.channels.values()
+        return {
+            "rank": self.transport.rank,
+            "world_size": self.transport.world_size,
+            "lost": sorted(self.lost),
+            "channels": len(self.channels),
+            "in_flight": sum(len(c.active) for c in channels),
+            "completed": sum(c.completed for c in channels),
+            "failed": sum(c.failed for c in channels),
+            "peers": self.transport.stats(),
+        }
+
+
+def _report_at(operation: Operation) -> float:
+    """When a call that still waits tells the others: well before its deadline."""
+    return operation.started + min(REPORT_AFTER, (operation.deadline - operation.started) / 2)
+
+
+def _after_fork() -> None:
+    for node in list(_nodes):
+        node.closed = CommunicatorClosedError(
+            f"this communicator was made in process {os.getppid()} and does not survive a fork; "
+            "connect again in the child, or start it with the 'spawn' method"
+        )
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

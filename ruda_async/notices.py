@@ -1,0 +1,143 @@
+"""What ranks tell each other when a call cannot go on, and the errors that come of it.
+
+Notices are small msgpack arrays on the control tag; everything in them is checked, nothing is evaluated.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgpack
+
+from .collectives.request import Fingerprint, decode_fingerprint
+from .errors import (
+    CollectiveCancelledError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    PeerLostError,
+    ProtocolError,
+    RudaError,
+    TensorContractError,
+)
+from .transport.base import UnexpectedMessage
+
+__all__ = ["MAX_NOTICE", "Failure", "decode", "encode", "mismatch"]
+
+#: The longest notice in bytes; longer texts are cut before they are sent.
+MAX_NOTICE = 16 * 1024
+_MAX_TEXT = 2000
+
+
+class Failure(NamedTuple):
+    """Why a call failed.
+
+    Attributes:
+        code: ``contract``, ``mismatch``, ``cancelled``, ``timeout``, ``lost``, ``left`` or ``error``.
+        culprit: the group rank it is about.
+        text: the reason, in the words of the rank that noticed.
+        noticed_by: for a mismatch, the group rank that compared.
+        field, ours, theirs: for a mismatch, the differing field and its two values.
+    """
+
+    code: str
+    culprit: int
+    text: str
+    noticed_by: int = -1
+    field: str = ""
+    ours: str = ""
+    theirs: str = ""
+
+    def as_error(self, context: str, me: int) -> RudaError:
+        """The error to raise on group rank `me`; `context` says rank, channel, operation and sequence."""
+        rank = self.culprit
+        if self.code == "contract":
+            return TensorContractError(f"{context}: rank {rank} refused its input: {self.text}", rank=rank)
+        if self.code == "mismatch":
+            # Every rank is told of the *other* one of the two that differ.
+            other = self.noticed_by if rank == me else rank
+            ours, theirs = (self.theirs, self.ours) if rank == me else (self.ours, self.theirs)
+            return CollectiveMismatchError(
+                f"{context}: {self.text}", rank=other, field=self.field, ours=ours, theirs=theirs
+            )
+        if self.code == "timeout":
+            return CollectiveTimeoutError(f"{context}: rank {rank} gave up: {self.text}", rank=rank)
+        if self.code == "lost":
+            return PeerLostError(f"{context}: {self.text}", rank=rank)
+        if self.code == "left":
+            return PeerLostError(f"{context}: {self.text}", rank=rank, orderly=True)
+        if self.code == "cancelled":
+            return CollectiveCancelledError(f"{context}: rank {rank} cancelled it: {self.text}", rank=rank)
+        return CollectiveCancelledError(f"{context}: rank {rank} failed in it: {self.text}", rank=rank)
+
+
+def mismatch(me: int, peer: int, error: UnexpectedMessage) -> Failure:
+    """Compare what group rank `me` called with what `peer` called."""
+    ours, theirs = decode_fingerprint(error.expected_head), decode_fingerprint(error.head)
+    if ours is None or theirs is None or ours == theirs:
+        text = (
+            f"rank {peer} sent {error.nbytes} bytes where rank {me} expected {error.expected_nbytes}; "
+            "the ranks do not run the same program"
+        )
+        return Failure("mismatch", peer, text, me, "bytes", str(error.expected_nbytes), str(error.nbytes))
+    field, left, right = _first_difference(ours, theirs)
+    text = (
+        f"rank {me} called {_call(ours)} but rank {peer} called {_call(theirs)}: "
+        f"{field} differs ({left} against {right}); make the same call on every rank"
+    )
+    return Failure("mismatch", peer, text, me, field, left, right)
+
+
+def _first_difference(ours: Fingerprint, theirs: Fingerprint) -> tuple[str, str, str]:
+    for field in ("operation", "dtype", "shape"):
+        left, right = getattr(ours, field), getattr(theirs, field)
+        if left != right:
+            return field, _value(left), _value(right)
+    mine, others = dict(ours.detail), dict(theirs.detail)
+    for name in [*mine, *others]:
+        if mine.get(name) != others.get(name):
+            return name, _value(mine.get(name)), _value(others.get(name))
+    return "arguments", _value(ours.detail), _value(theirs.detail)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(map(str, value)) + "]"
+    return str(value)
+
+
+def _call(print_: Fingerprint) -> str:
+    arguments = []
+    if print_.dtype:
+        shape = "" if print_.shape is None else _value(print_.shape)
+        arguments.append(f"{print_.dtype}{shape}")
+    arguments += [f"{name}={_value(value)}" for name, value in print_.detail]
+    return f"{print_.operation}({', '.join(arguments)})"
+
+
+def encode(kind: str, *fields: Any) -> bytes:
+    """One notice; long texts are cut."""
+    packed: bytes = msgpack.packb(
+        [kind, *(f[:_MAX_TEXT] if isinstance(f, str) else f for f in fields)]
+    )
+    return packed
+
+
+def decode(data: bytes | bytearray, shapes: dict[str, tuple[type, ...]]) -> tuple[str, list[Any]]:
+    """Read a notice and check it against the field types of its kind.
+
+    Raises:
+        ProtocolError: the bytes are not such a notice.
+    """
+    try:
+        kind, *fields = msgpack.unpackb(
+            data, max_str_len=MAX_NOTICE, max_bin_len=MAX_NOTICE, max_array_len=4096, max_map_len=16
+        )
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"a control message of {len(data)} bytes is not a notice: {error}") from None
+    types = shapes.get(kind) if isinstance(kind, str) else None
+    if types is None or len(types) != len(fields):
+        raise ProtocolError("a control message is of no known kind")
+    for field, expected in zip(fields, types, strict=True):
+        if type(field) is not expected:
+            raise ProtocolError(f"a control message of kind {kind!r} has a field of type {type(field).__name__}")
+    return kind, fields

@@ -1,0 +1,128 @@
+"""Sends and receives between two ranks, matched by peer and tag.
+
+A message says its dtype and shape in its head, so a receiver need not know them. Messages of one
+``(peer, tag)`` keep their order. A receive that is cancelled or times out leaves the message for the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .collectives.request import decode_fingerprint, fingerprint
+from .errors import CollectiveTimeoutError, CommunicatorClosedError, PeerLostError, ProtocolError, TensorContractError
+from .tags import channel_id, tag_of
+from .tensors import TensorSpec, adapter_for, dtype_of
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from .channel import Channel
+
+__all__ = ["PointToPoint"]
+
+
+class PointToPoint:
+    """The point-to-point side of one channel."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._tags: dict[int, int] = {}
+        self._turns: dict[tuple[int, int], asyncio.Lock] = {}
+
+    async def send(self, value: Any, dest: int, tag: int, timeout: float) -> None:
+        """Send a tensor to group rank `dest`."""
+        channel = self._channel
+        call = f"send to rank {dest} (tag {tag})"
+        member, wire_tag = self._address(dest, tag, call)
+        try:
+            adapter = adapter_for(value)
+            spec = adapter.spec(value)
+        except TensorContractError as error:
+            raise error.at(f"rank {channel.rank}, {call}", channel.rank) from None
+        head = fingerprint("send", spec.dtype, spec.shape)
+        async with self._bounded(call, dest, timeout):
+            await channel.node.transport.send(member, wire_tag, (adapter.read(value),), head)
+
+    async def recv(self, source: int, tag: int, like: Any, out: Any, timeout: float) -> Any:
+        """Receive the next tensor that group rank `source` sent with `tag`."""
+        channel = self._channel
+        call = f"recv from rank {source} (tag {tag})"
+        member, wire_tag = self._address(source, tag, call)
+        transport = channel.node.transport
+        pattern = out if out is not None else like
+        try:
+            adapter = adapter_for(np.empty(0) if pattern is None else pattern)
+        except TensorContractError as error:
+            raise error.at(f"rank {channel.rank}, {call}", channel.rank) from None
+        turn = self._turns.setdefault((member, wire_tag), asyncio.Lock())
+        async with self._bounded(call, source, timeout):
+            async with turn:  # receives of one tag are served in the order they were called
+                envelope = await transport.probe(member, wire_tag)
+                spec = self._spec_of(envelope.head, envelope.nbytes, source)
+                try:
+                    if out is not None:
+                        target = adapter.into(out, spec)
+                    else:
+                        like = np.empty(0) if like is None else like
+                        target = adapter.allocate(like, spec.shape, spec.dtype)
+                except TensorContractError as error:
+                    raise error.at(f"rank {channel.rank}, {call}", channel.rank) from None
+                receiving = transport.recv_into(member, wire_tag, (target.buffer,), envelope.head)
+                await receiving
+        return target.finish()
+
+    def _address(self, peer: int, tag: int, call: str) -> tuple[int, int]:
+        channel = self._channel
+        node = channel.node
+        if node.closed is not None:
+            raise node.closed
+        if channel.closed:
+            raise CommunicatorClosedError(f"channel {channel.name!r} is closed on rank {channel.rank}; {call} refused")
+        node.check_loop()
+        if isinstance(peer, bool) or not isinstance(peer, int) or not 0 <= peer < channel.size:
+            raise TensorContractError(
+                f"rank {channel.rank}, {call}: there are ranks 0 to {channel.size - 1}", rank=channel.rank
+            )
+        if peer == channel.rank:
+            raise TensorContractError(
+                f"rank {channel.rank}, {call}: a rank does not send to itself; use the tensor", rank=channel.rank
+            )
+        if isinstance(tag, bool) or not isinstance(tag, int) or tag < 0:
+            raise TensorContractError(
+                f"rank {channel.rank}, {call}: a tag is an integer from 0 on", rank=channel.rank
+            )
+        wire_tag = self._tags.get(tag)
+        if wire_tag is None:
+            wire_tag = self._tags[tag] = tag_of(channel_id(channel.id, "point to point", tag), 0)
+        return channel.members[peer], wire_tag
+
+    def _spec_of(self, head: bytes, nbytes: int, source: int) -> TensorSpec:
+        said = decode_fingerprint(head)
+        if said is None or said.operation != "send" or said.shape is None:
+            raise ProtocolError(f"rank {source} sent a message that is no tensor", rank=source)
+        size = dtype_of(said.dtype).itemsize
+        for n in said.shape:
+            size *= n
+        if size != nbytes or any(n < 0 for n in said.shape):
+            raise ProtocolError(
+                f"rank {source} sent {nbytes} bytes as {said.dtype}{list(said.shape)}", rank=source
+            )
+        return TensorSpec(said.dtype, said.shape)
+
+    @asynccontextmanager
+    async def _bounded(self, call: str, peer: int, timeout: float) -> AsyncIterator[None]:
+        channel = self._channel
+        where = f"rank {channel.rank} of {channel.size}, channel {channel.name!r}, {call}"
+        try:
+            async with asyncio.timeout(timeout):
+                yield
+        except PeerLostError as error:
+            raise PeerLostError(f"{where}: {error}", rank=peer, orderly=error.orderly) from None
+        except TimeoutError:
+            raise CollectiveTimeoutError(
+                f"{where}: not finished within timeout={timeout:g} s", rank=channel.rank, missing=(peer,)
+            ) from None

@@ -1,0 +1,88 @@
+"""Everything a transport plugin needs, and the only module of the library that it imports."""
+
+from __future__ import annotations
+
+from ..errors import (
+    AuthenticationError,
+    CollectiveCancelledError,
+    CollectiveTimeoutError,
+    CommunicatorClosedError,
+    ConfigError,
+    PeerLostError,
+    ProtocolError,
+    RudaError,
+    TransportUnavailableError,
+)
+from .base import (
+    DONE,
+    MAX_HEAD,
+    Buffer,
+    Capabilities,
+    DeviceBuffer,
+    Envelope,
+    Plugin,
+    Ready,
+    Transport,
+    UnexpectedMessage,
+    check_peer,
+    never_stale,
+)
+from . import wire
+from .framed import ByteStream, FramedTransport, Terms
+from .handshake import prove, read_exactly
+from .job import Job, Meeting, Secret
+from .matching import (
+    Arrived,
+    Inbox,
+    Message,
+    Receive,
+    awaitable,
+    copy,
+    fail_future,
+    gather_bytes,
+    scatter,
+)
+from .parameters import param
+
+__all__ = [
+    "DONE",
+    "MAX_HEAD",
+    "Arrived",
+    "AuthenticationError",
+    "Buffer",
+    "ByteStream",
+    "Capabilities",
+    "CollectiveCancelledError",
+    "CollectiveTimeoutError",
+    "CommunicatorClosedError",
+    "ConfigError",
+    "DeviceBuffer",
+    "Envelope",
+    "FramedTransport",
+    "Inbox",
+    "Job",
+    "Meeting",
+    "Message",
+    "PeerLostError",
+    "Plugin",
+    "ProtocolError",
+    "Ready",
+    "Receive",
+    "RudaError",
+    "Secret",
+    "Terms",
+    "Transport",
+    "TransportUnavailableError",
+    "UnexpectedMessage",
+    "awaitable",
+    "check_peer",
+    "copy",
+    "fail_future",
+    "gather_bytes",
+    "never_stale",
+    "param",
+    "prove",
+    "read_exactly",
+    "scatter",
+    "wire",
+]

@@ -1,0 +1,120 @@
+"""Running a scenario's ranks: as tasks of one loop, as threads, or as processes."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import threading
+import traceback
+from collections.abc import Awaitable, Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from ..base import Transport
+from .messages import SCENARIOS, Scenario
+
+__all__ = ["run_in_loop", "run_in_processes", "run_in_threads", "run_scenario"]
+
+Join = Callable[[str, int, int], Awaitable[Transport]]
+
+#: Seconds that one scenario may take.
+LIMIT = 30.0
+
+
+async def _join(url: str, rank: int, world_size: int) -> Transport:
+    from ...communicator import open_transport
+    from ...config import resolve
+
+    return await open_transport(resolve(url, rank=rank, world_size=world_size, timeout=LIMIT))
+
+
+async def _run_rank(scenario: Scenario, url: str, rank: int) -> None:
+    transport = await _join(url, rank, scenario.world_size)
+    try:
+        await scenario.body(transport)
+    except BaseException:
+        transport.abort("its scenario failed")
+        raise
+    finally:
+        await transport.close()
+
+
+def run_in_loop(scenario: Scenario, url: str) -> None:
+    """All ranks as tasks of one event loop."""
+
+    async def main() -> None:
+        async with asyncio.timeout(LIMIT), asyncio.TaskGroup() as group:
+            for rank in range(scenario.world_size):
+                group.create_task(_run_rank(scenario, url, rank))
+
+    asyncio.run(main())
+
+
+def run_in_threads(scenario: Scenario, url: str) -> None:
+    """Every rank on a thread and event loop of its own."""
+    failures: list[BaseException] = []
+
+    def rank_main(rank: int) -> None:
+        try:
+            asyncio.run(asyncio.wait_for(_run_rank(scenario, url, rank), LIMIT))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [
+        threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(scenario.world_size)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT + 5)
+    if failures:
+        raise failures[0]
+    if any(thread.is_alive() for thread in threads):
+        raise TimeoutError(f"{scenario.name} hangs")
+
+
+def _process_main(name: str, url: str, rank: int, pipe: Connection) -> None:
+    try:
+        asyncio.run(asyncio.wait_for(_run_rank(SCENARIOS[name], url, rank), LIMIT))
+        pipe.send(None)
+    except BaseException:
+        pipe.send(traceback.format_exc())
+
+
+def run_in_processes(scenario: Scenario, url: str) -> None:
+    """Every rank in a fresh process. The URL must name an address that is free, not port 0."""
+    context = multiprocessing.get_context("spawn")
+    pipes: dict[Connection, int] = {}
+    processes = []
+    try:
+        for rank in range(scenario.world_size):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_process_main, args=(scenario.name, url, rank, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            processes.append(process)
+            pipes[ours] = rank
+        while pipes:
+            ready: list[Any] = wait(list(pipes), LIMIT + 20)
+            if not ready:
+                raise TimeoutError(f"{scenario.name} hangs on ranks {sorted(pipes.values())}")
+            for pipe in ready:
+                rank = pipes.pop(pipe)
+                try:
+                    failure = pipe.recv()
+                except EOFError:
+                    failure = "it died"
+                if failure is not None:
+                    raise AssertionError(f"rank {rank} of {scenario.name}:\n{failure}")
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def run_scenario(name: str, url: str, *, ranks: str = "loop") -> None:
+    """Run one scenario over `url`, with `ranks` in one ``loop``, in ``threads`` or in ``processes``."""
+    runners = {"loop": run_in_loop, "threads": run_in_threads, "processes": run_in_processes}
+    runners[ranks](SCENARIOS[name], url)

@@ -1,0 +1,13 @@
+"""A transport over byte streams: everything but the bytes.
+
+A plugin that has a stream to each peer (sockets, TLS, rings in shared memory) hands them to
+`FramedTransport` and gets matching, early messages within a budget, large messages from and into the
+callers' memory, exact cancellation, heartbeats and orderly close, as `Transport` asks for.
+"""
+
+from __future__ import annotations
+
+from .stream import ByteStream, Terms
+from .transport import FramedTransport
+
+__all__ = ["ByteStream", "FramedTransport", "Terms"]

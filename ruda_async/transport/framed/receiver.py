@@ -1,0 +1,343 @@
+"""The incoming half of a link: frames are parsed, payloads go where their receives want them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+from ...errors import ProtocolError
+from .. import wire
+from ..base import DONE, Buffer
+from ..matching import Arrived, Inbox, Receive, scatter
+from .payloads import Inbound
+from .sender import ANNOUNCED, DECLINED, FOLLOWS, OVERHEAD, Sender
+from .stream import ByteStream, Terms
+
+__all__ = ["Receiver"]
+
+#: Bytes read before the loop gets its turn: well under a millisecond.
+_TURN = 1024 * 1024
+#: Room for frames and small payloads; and how much of it to read while payloads are large, so that
+#: their bytes are not read here only to be copied on.
+_STAGE = 128 * 1024
+_PEEK = 2048
+
+
+class Receiver:
+    """Frames from one peer.
+
+    Attributes:
+        inbox: where messages and receives meet.
+        heard: something came since this was last set to False.
+        early_bytes: payload that waits here for its receive.
+    """
+
+    def __init__(
+        self,
+        peer: int,
+        stream: ByteStream,
+        terms: Terms,
+        sender: Sender,
+        loop: asyncio.AbstractEventLoop,
+        is_stale: Callable[[int], bool],
+        on_bye: Callable[[str], None],
+        on_end: Callable[[Exception | None], None],
+    ) -> None:
+        self._peer = peer
+        self._read_into = stream.read_into
+        self._sender = sender
+        self.is_stale = is_stale
+        self._on_bye = on_bye
+        self._on_end = on_end
+        # Receives beyond this are announced to the peer, whose messages beyond it are offered.
+        self._announce_beyond = terms.eager_bytes
+        self._grant = terms.early_bytes // 4
+        self._owed = 0
+        self._view = memoryview(bytearray(_STAGE))
+        self._start = self._stop = 0
+        self._bulk = False
+        self._inbound: dict[int, Inbound] = {}
+        self._current: Inbound | None = None
+        self._left = 0
+        self._spare: dict[int, int] = {}
+        self.inbox = Inbox(peer, loop)
+        self.heard = True
+        self.messages = self.bytes = self.early_bytes = 0
+
+    # ------------------------------------------------------------------ receives
+
+    def recv_into(self, tag: int, buffers: Sequence[Buffer], head: bytes) -> Awaitable[None]:
+        """Post a receive; see `Transport.recv_into`."""
+        receive = self.inbox.post(tag, buffers, head)
+        if receive is None:
+            return DONE
+        if receive.nbytes > self._announce_beyond and not receive.matched:
+            self._announce(receive)
+        return receive.future
+
+    def _announce(self, receive: Receive) -> None:
+        """Tell the peer that a large receive waits, so that its message need not be offered first."""
+        receive.announced = True
+        tag = receive.tag
+        spare = self._spare.get(tag, 0)
+        if spare:
+            self._set_spare(tag, spare - 1)
+        else:
+            self._sender.control(wire.encode(wire.READY, tag, flags=ANNOUNCED))
+
+        def withdrawn(future: asyncio.Future[None]) -> None:
+            if receive.announced and future.cancelled():
+                receive.announced = False
+                self._set_spare(tag, self._spare.get(tag, 0) + 1)
+
+        receive.future.add_done_callback(withdrawn)
+
+    def _set_spare(self, tag: int, count: int) -> None:
+        """How many announcements of `tag` have lost their receive."""
+        if count:
+            self._spare[tag] = count
+        else:
+            self._spare.pop(tag, None)
+
+    def accept(self, inbound: Inbound, receive: Receive) -> None:
+        """A message has found its receive: ask for the payload, unless it comes without a word."""
+        if receive.announced:
+            receive.announced = False
+        elif not inbound.asked:
+            self._sender.control(wire.encode(wire.READY, ident=inbound.ident))
+        inbound.asked = True
+        if not inbound.nbytes:
+            self._inbound.pop(inbound.ident, None)
+            inbound.advance(0)
+
+    def decline(self, inbound: Inbound) -> None:
+        """Nobody will receive an offered message: let its sender go on."""
+        if not inbound.asked:
+            inbound.asked = True
+            self._sender.control(wire.encode(wire.DROP, ident=inbound.ident, flags=DECLINED))
+
+    def owe(self, cost: int) -> None:
+        """Give budget back to the sender, in large coins."""
+        self._owed += cost
+        if self._owed >= self._grant:
+            owed, self._owed = self._owed, 0
+            self._sender.control(wire.encode(wire.CREDIT, 0, owed))
+
+    # ------------------------------------------------------------------ reading
+
+    def read(self) -> None:
+        """Read what has come, at most a turn's worth."""
+        budget = _TURN
+        self.heard = True
+        read_into = self._read_into
+        try:
+            while budget > 0:
+                current = self._current
+                if current is not None:
+                    target = current.target(min(self._left, budget))
+                    size = read_into(target)
+                    if not size:
+                        return self._on_end(None)
+                    budget -= size
+                    self._take(current, size)
+                    if size < len(target):
+                        return None  # the stream is drained
+                else:
+                    room = self._view[self._stop : self._stop + _PEEK if self._bulk else _STAGE]
+                    size = read_into(room)
+                    if not size:
+                        return self._on_end(None)
+                    budget -= size
+                    self._stop += size
+                    self._parse()
+                    if size < len(room) and self._current is None:
+                        return None
+        except (BlockingIOError, InterruptedError):
+            pass
+        except (OSError, ProtocolError) as error:
+            self._on_end(error)
+        return None
+
+    def _take(self, current: Inbound, size: int) -> None:
+        """`size` payload bytes of the current part have come."""
+        self._left -= size
+        if current.advance(size):
+            self._inbound.pop(current.ident, None)
+            self._current = None
+        elif not self._left:
+            self._current = None
+
+    def _parse(self) -> None:
+        """Handle all whole frames in the stage; leave `_current` set where a payload goes on."""
+        view, start, stop = self._view, self._start, self._stop
+        while self._current is None and stop - start >= wire.PREFIX_BYTES:
+            frame = wire.decode_prefix(view, start)
+            body = start + wire.PREFIX_BYTES + frame.head_bytes
+            if body > stop:
+                break
+            head = bytes(view[start + wire.PREFIX_BYTES : body]) if frame.head_bytes else b""
+            wire.check(frame, view[start : start + wire.PREFIX_BYTES], head)
+            start = body
+            kind, nbytes = frame.kind, frame.payload_bytes
+            if kind == wire.MESSAGE:
+                if nbytes <= stop - start:
+                    self._message(frame.tag, head, view[start : start + nbytes])
+                    start += nbytes
+                    self._bulk = nbytes > _PEEK
+                    continue
+                self._begin_message(frame.tag, head, nbytes)
+            elif kind == wire.DATA:
+                inbound = self._inbound.get(frame.ident)
+                if inbound is None or not 0 < nbytes <= inbound.nbytes - inbound.received:
+                    raise ProtocolError(f"{nbytes} bytes of payload for message {frame.ident}, which takes none")
+                self._current, self._left = inbound, nbytes
+                self._bulk = True
+            else:
+                self._handle(frame, head)
+                continue
+            start = self._feed(start, stop)
+        if start == stop:
+            start = stop = 0
+        elif stop > len(view) // 2:  # what is left is a part of one frame, so this moves little
+            view[: stop - start] = bytes(view[start:stop])
+            start, stop = 0, stop - start
+        self._start, self._stop = start, stop
+
+    def _feed(self, start: int, stop: int) -> int:
+        """Give the current payload what lies in the stage already; the new start."""
+        while self._current is not None and start < stop:
+            current = self._current
+            target = current.target(min(self._left, stop - start))
+            size = len(target)
+            target[:] = self._view[start : start + size]
+            start += size
+            self._take(current, size)
+        return start
+
+    # ------------------------------------------------------------------ frames
+
+    def _message(self, tag: int, head: bytes, payload: memoryview) -> None:
+        """A whole small message has come."""
+        nbytes = len(payload)
+        self.messages += 1
+        self.bytes += nbytes
+        receive = self.inbox.claim(tag)
+        if receive is not None:
+            self.owe(nbytes + OVERHEAD)
+            if nbytes == receive.nbytes and head == receive.head:
+                if nbytes:
+                    scatter(payload, receive.buffers)
+                receive.finish()
+            else:
+                self._refuse(receive, head, nbytes)
+        elif self.is_stale(tag):
+            self.owe(nbytes + OVERHEAD)
+        else:
+            self.early_bytes += nbytes
+            self.inbox.keep(tag, Arrived(head, bytes(payload), self._consumed))
+
+    def _consumed(self, nbytes: int) -> None:
+        """An early message was received or dropped."""
+        self.early_bytes -= nbytes
+        self.owe(nbytes + OVERHEAD)
+
+    def _begin_message(self, tag: int, head: bytes, nbytes: int) -> None:
+        """A small message whose payload is still coming."""
+        self.messages += 1
+        self.bytes += nbytes
+        if nbytes > self._announce_beyond:
+            raise ProtocolError(f"a message of {nbytes} bytes came without an offer")
+        inbound = Inbound(self, -1, tag, head, nbytes, asked=True, cost=nbytes + OVERHEAD)
+        self._match(inbound)
+        self._current, self._left = inbound, nbytes
+
+    def _match(self, inbound: Inbound) -> None:
+        """Join an envelope with its receive, or keep it."""
+        receive = self.inbox.claim(inbound.tag)
+        if receive is None:
+            if self.is_stale(inbound.tag):
+                inbound.drop()
+            else:
+                self.inbox.keep(inbound.tag, inbound)
+        elif inbound.nbytes == receive.nbytes and inbound.head == receive.head:
+            inbound.deliver(receive)
+        else:
+            if receive.announced and inbound.nbytes > self._announce_beyond:
+                receive.announced = False
+                inbound.asked = True  # the sender takes the announcement for this message's
+            self._refuse(receive, inbound.head, inbound.nbytes)
+            inbound.drop()
+
+    def _refuse(self, receive: Receive, head: bytes, nbytes: int) -> None:
+        """A message is not the one its receive asked for."""
+        if receive.announced:
+            receive.announced = False
+            self._set_spare(receive.tag, self._spare.get(receive.tag, 0) + 1)
+        receive.refuse(self._peer, head, nbytes)
+
+    def _handle(self, frame: wire.Frame, head: bytes) -> None:
+        """A frame without payload."""
+        kind, flags, ident = frame.kind, frame.flags, frame.ident
+        sender = self._sender
+        if kind == wire.OFFER:
+            self._offered(frame, head)
+        elif kind == wire.READY:
+            if flags & ANNOUNCED:
+                sender.on_announced(frame.tag, self.is_stale(frame.tag))
+            else:
+                sender.on_ready(ident)
+        elif kind == wire.DROP:
+            if flags & DECLINED:
+                sender.on_declined(ident)
+            else:
+                inbound = self._inbound.pop(ident, None)
+                if inbound is not None:
+                    inbound.cancel(self._peer)
+        elif kind == wire.CREDIT:
+            sender.on_credit(frame.payload_bytes)
+        elif kind == wire.BYE:
+            self._on_bye(head.decode(errors="replace"))
+        elif kind != wire.PING:
+            raise ProtocolError(f"a frame of kind {kind} is not expected here")
+
+    def _offered(self, frame: wire.Frame, head: bytes) -> None:
+        if frame.ident in self._inbound:
+            raise ProtocolError(f"message {frame.ident} is offered twice")
+        self.messages += 1
+        self.bytes += frame.payload_bytes
+        tag = frame.tag
+        follows = bool(frame.flags & FOLLOWS)
+        inbound = Inbound(self, frame.ident, tag, head, frame.payload_bytes, asked=follows)
+        self._inbound[frame.ident] = inbound
+        if not self.inbox.expects(tag):
+            spare = self._spare.get(tag, 0) if frame.payload_bytes > self._announce_beyond else 0
+            if spare:  # the sender goes by an announcement whose receive was withdrawn
+                self._set_spare(tag, spare - 1)
+                inbound.asked = True
+            elif follows and not self.is_stale(tag):
+                raise ProtocolError(f"{frame.payload_bytes} bytes follow that nobody was ready for")
+        self._match(inbound)
+
+    # ------------------------------------------------------------------ ending
+
+    def fail(self, tag: int, error: BaseException) -> None:
+        """See `Transport.fail`."""
+        self.inbox.fail(tag, error)
+        self._spare.pop(tag, None)
+        for inbound in self._under_way():
+            if inbound.tag == tag:
+                inbound.fail(error)
+
+    def end(self, error: BaseException) -> None:
+        """Nothing more comes: what waits fails; what is here stays readable."""
+        under_way = self._under_way()
+        self._inbound.clear()
+        self._current = None
+        for inbound in under_way:
+            inbound.fail(error)
+        self.inbox.close(error)
+
+    def _under_way(self) -> list[Inbound]:
+        current = self._current
+        rest = [i for i in self._inbound.values() if i is not current]
+        return rest if current is None else [current, *rest]

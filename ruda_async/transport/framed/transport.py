@@ -1,0 +1,181 @@
+"""The transport: one `Link` per peer, and a heartbeat over all of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from ...errors import CommunicatorClosedError, PeerLostError
+from ..base import Buffer, Capabilities, Envelope, check_peer, never_stale
+from ..job import Job
+from .link import Link
+from .stream import ByteStream, Terms
+
+__all__ = ["FramedTransport"]
+
+
+class FramedTransport:
+    """One rank of a job whose peers are reached by byte streams. See `ruda_async.transport.Transport`.
+
+    Args:
+        job: the job that was joined.
+        streams: a stream to every other rank.
+        ours: what this rank told the others.
+        terms: what each other rank told.
+        capabilities: with ``eager_bytes`` as in `ours`.
+        heartbeat: seconds; a peer that is silent for one and a half is lost. 0 for never.
+        linger: seconds that `close` waits for peers that do not answer the goodbye.
+        facts: what `describe` says beyond the common.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        streams: Mapping[int, ByteStream],
+        ours: Terms,
+        terms: Mapping[int, Terms],
+        capabilities: Capabilities,
+        *,
+        heartbeat: float,
+        linger: float,
+        facts: Mapping[str, object],
+    ) -> None:
+        self.rank = job.rank
+        self.world_size = job.world_size
+        self.capabilities = capabilities
+        self.loop = asyncio.get_running_loop()
+        self.is_stale: Callable[[int], bool] = never_stale
+        self._facts = dict(facts)
+        self._heartbeat = heartbeat
+        self._linger = linger
+        self._job_name = job.name
+        self._closed: CommunicatorClosedError | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._links = {
+            peer: Link(peer, stream, ours, terms[peer], self.loop, self._stale)
+            for peer, stream in streams.items()
+        }
+        self._beat_at = 0.0
+        self._beat: asyncio.TimerHandle | None = None
+        if heartbeat and self._links:
+            self._schedule_beat()
+
+    def _stale(self, tag: int) -> bool:
+        return self.is_stale(tag)
+
+    # ------------------------------------------------------------------ messages
+
+    def send(self, peer: int, tag: int, buffers: Sequence[Buffer], head: bytes = b"") -> Awaitable[None]:
+        """See `Transport.send`."""
+        return self._link(peer).sender.send(tag, buffers, head)
+
+    def recv_into(self, peer: int, tag: int, buffers: Sequence[Buffer], head: bytes = b"") -> Awaitable[None]:
+        """See `Transport.recv_into`."""
+        return self._link(peer).receiver.recv_into(tag, buffers, head)
+
+    def probe(self, peer: int, tag: int) -> Awaitable[Envelope]:
+        """See `Transport.probe`."""
+        return self._link(peer).inbox.probe(tag)
+
+    def fail(self, tag: int, error: BaseException) -> None:
+        """See `Transport.fail`."""
+        for link in self._links.values():
+            link.fail_tag(tag, error)
+
+    def _link(self, peer: int) -> Link:
+        try:
+            return self._links[peer]
+        except KeyError:
+            check_peer(peer, self.rank, self.world_size)
+            raise
+
+    # ------------------------------------------------------------------ heartbeat
+
+    def _schedule_beat(self) -> None:
+        half = self._heartbeat / 2
+        self._beat_at = self.loop.time() + half
+        self._beat = self.loop.call_later(half, self._on_beat)
+
+    def _on_beat(self) -> None:
+        """Every half heartbeat: show life, and look who shows none."""
+        heartbeat = self._heartbeat
+        # If this loop was held up, what peers sent meanwhile is still unread: do not judge them by it.
+        late = self.loop.time() - self._beat_at > heartbeat / 4
+        for peer, link in self._links.items():
+            if link.over.done():
+                continue
+            link.sender.ping()
+            if link.receiver.heard or late:
+                link.missed = 0
+            else:
+                link.missed += 1
+            link.receiver.heard = False
+            if link.missed >= 3:
+                link.end(
+                    PeerLostError(
+                        f"rank {peer} is lost: silent for {1.5 * heartbeat:g} s (heartbeat={heartbeat:g}); "
+                        "its host, its link or its event loop stands still",
+                        rank=peer,
+                    )
+                )
+        self._schedule_beat()
+
+    # ------------------------------------------------------------------ life
+
+    def describe(self) -> dict[str, object]:
+        """See `Transport.describe`."""
+        return {
+            **self._facts,
+            "job": self._job_name,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "peers": {peer: link.stream.describe() for peer, link in self._links.items()},
+            "heartbeat": self._heartbeat,
+        }
+
+    def stats(self) -> dict[int, dict[str, int]]:
+        """See `Transport.stats`."""
+        return {
+            peer: {
+                "messages_sent": link.sender.messages,
+                "bytes_sent": link.sender.bytes,
+                "messages_received": link.receiver.messages,
+                "bytes_received": link.receiver.bytes,
+                "early_bytes": link.receiver.early_bytes,
+            }
+            for peer, link in self._links.items()
+        }
+
+    async def close(self) -> None:
+        """See `Transport.close`."""
+        if self._closing is None:
+            self._closing = self.loop.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        error = self._shut(f"rank {self.rank} closed this communicator")
+        for link in self._links.values():
+            link.sender.say_bye("closed")
+            link.inbox.close(error)
+        waiting = [link.over for link in self._links.values() if not link.over.done()]
+        if waiting:
+            await asyncio.wait(waiting, timeout=self._linger)
+        self._drop(error)
+
+    def abort(self, reason: str) -> None:
+        """See `Transport.abort`."""
+        self._drop(self._shut(f"rank {self.rank} aborted: {reason}"))
+
+    def _shut(self, text: str) -> CommunicatorClosedError:
+        if self._closed is None:
+            self._closed = CommunicatorClosedError(text)
+        if self._beat is not None:
+            self._beat.cancel()
+        for link in self._links.values():
+            link.sender.refusal = link.sender.refusal or self._closed
+        return self._closed
+
+    def _drop(self, error: CommunicatorClosedError) -> None:
+        for link in self._links.values():
+            link.end(error)
+            link.inbox.drop_all()

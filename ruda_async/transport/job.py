@@ -1,0 +1,110 @@
+"""What a plugin is told when it joins a job, and how it learns of the other ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ..errors import CollectiveTimeoutError
+
+__all__ = ["Job", "Meeting", "Secret"]
+
+
+class Secret:
+    """The job's shared secret: bytes that never print."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: bytes) -> None:
+        self._value = value
+
+    def reveal(self) -> bytes:
+        """The bytes, for `hmac` alone."""
+        return self._value
+
+    def __bool__(self) -> bool:
+        return bool(self._value)
+
+    def __repr__(self) -> str:
+        return "Secret(set)" if self._value else "Secret(not set)"
+
+    __str__ = __repr__
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a secret is not pickled")
+
+
+
+class Meeting(NamedTuple):
+    """What a rendezvous gives every rank.
+
+    Attributes:
+        payloads: each rank's payload, in rank order.
+        session: 16 random bytes that rank 0 drew for this meeting, the same on all ranks.
+    """
+
+    payloads: list[bytes]
+    session: bytes
+
+
+#: ``(job, payload, address) -> Meeting``; the core gives it to the job, plugins call `Job.meet`.
+Rendezvous = Callable[["Job", bytes, "tuple[str, int] | str"], Awaitable[Meeting]]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One rank's view of the job it joins.
+
+    Attributes:
+        name: the job's name, from the URL's path (or host, for schemes without hosts).
+        rank, world_size: this rank and how many there are.
+        host, port: from the URL; ``None`` where it has none.
+        parameters: an instance of the plugin's parameter dataclass.
+        secret: the job secret.
+        deadline: `time.monotonic` seconds by which set-up must be over.
+        timeout: the same as a duration in seconds, for texts.
+        ports: candidates to try in turn where no single port is known (see `env://`).
+        listen_fd: an inherited listening socket for rank 0's rendezvous, from the launcher.
+    """
+
+    name: str
+    rank: int
+    world_size: int
+    host: str | None
+    port: int | None
+    parameters: Any
+    secret: Secret
+    deadline: float
+    timeout: float
+    ports: tuple[int, ...] = ()
+    listen_fd: int | None = None
+    rendezvous: Rendezvous | None = field(default=None, repr=False)
+
+    async def meet(self, payload: bytes, address: tuple[str, int] | str | None = None) -> Meeting:
+        """Give every rank this rank's `payload`; get all ranks' payloads, in rank order.
+
+        Ranks meet at `address`: ``(host, port)``, by default the URL's, or the path of a Unix socket
+        (``"\\0name"`` for an abstract one). Rank 0 listens there; every connection proves the job
+        secret first. The payload is at most 64 KiB.
+        """
+        if self.rendezvous is None:
+            raise RuntimeError("this job has no rendezvous")
+        if address is None:
+            address = (self.host or "127.0.0.1", self.port or 0)
+        return await self.rendezvous(self, payload, address)
+
+    def remaining(self) -> float:
+        """Seconds left for set-up.
+
+        Raises:
+            CollectiveTimeoutError: none are left.
+        """
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise CollectiveTimeoutError(
+                f"rank {self.rank} of {self.world_size}: joining job {self.name!r} took longer than "
+                f"timeout={self.timeout:g} s; start the ranks closer together or raise timeout="
+            )
+        return left

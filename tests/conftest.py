@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, settings
+from support import SCHEMES, fresh_url
+
+settings.register_profile(
+    "default",
+    deadline=None,
+    max_examples=40,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.register_profile("long", parent=settings.get_profile("default"), max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(params=SCHEMES)
+def url(request: pytest.FixtureRequest) -> str:
+    """A fresh URL of each transport whose ranks may be tasks."""
+    return fresh_url(request.param)
+
+
+@pytest.fixture
+def new_url() -> Callable[[str], str]:
+    """`fresh_url`, for tests that need several."""
+    return fresh_url

@@ -1,0 +1,69 @@
+"""Running a body on several ranks, over every transport that a machine has without further set-up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import ruda_async
+from ruda_async import AsyncCommunicator
+
+Body = Callable[[AsyncCommunicator], Awaitable[Any]]
+
+#: Schemes whose ranks may be tasks of one loop.
+SCHEMES = ("memory", "tcp")
+
+_jobs = itertools.count()
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on."""
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def fresh_url(scheme: str) -> str:
+    """A URL that no other job of this test run uses."""
+    job = f"test-{os.getpid()}-{next(_jobs)}"
+    if scheme == "tcp":
+        return f"tcp://127.0.0.1:{free_port()}/{job}"
+    return f"{scheme}://{job}"
+
+
+async def run_ranks(
+    world_size: int, body: Body, *, url: str | None = None, limit: float = 30, timeout: float = 10, **options: Any
+) -> list[Any]:
+    """Run `body(comm)` on every rank, as tasks; the results in rank order. A failing rank fails the test."""
+    url = url or fresh_url("memory")
+
+    async def rank_main(rank: int) -> Any:
+        async with ruda_async.connect(
+            url, rank=rank, world_size=world_size, timeout=timeout, **options
+        ) as comm:
+            return await body(comm)
+
+    async with asyncio.timeout(limit):
+        tasks = [asyncio.ensure_future(rank_main(rank)) for rank in range(world_size)]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            with contextlib.suppress(BaseException):
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def outcome(call: Awaitable[Any]) -> Any:
+    """The call's result, or the error it raised (a cancellation is not caught)."""
+    try:
+        return await call
+    except Exception as error:
+        return error

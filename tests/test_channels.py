@@ -1,0 +1,135 @@
+"""Channels, subgroups and many calls in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+from support import run_ranks
+
+from ruda_async import AsyncCommunicator, CommunicatorClosedError, ConfigError
+
+
+async def test_channels_entered_in_different_orders(url: str) -> None:
+    async def body(comm: AsyncCommunicator) -> None:
+        names = [f"request-{i}" for i in range(200)]
+        random.Random(comm.rank).shuffle(names)
+
+        async def request(name: str) -> None:
+            number = int(name.split("-")[1])
+            async with comm.channel(name) as channel:
+                total = await channel.all_reduce_sum(np.array([number * 1000.0 + comm.rank]))
+                assert total[0] == 3 * 1000.0 * number + 3
+
+        await asyncio.gather(*map(request, names))
+        assert comm.stats()["channels"] == 1
+
+    await run_ranks(3, body, url=url)
+
+
+async def test_calls_of_one_channel_match_by_order(url: str) -> None:
+    async def body(comm: AsyncCommunicator) -> None:
+        results = await asyncio.gather(
+            *(comm.all_reduce_sum(np.full(1 + 977 * (i % 3), float(i))) for i in range(50))
+        )
+        for i, result in enumerate(results):
+            assert result.shape == (1 + 977 * (i % 3),)
+            assert (result == 3.0 * i).all()
+
+    await run_ranks(3, body, url=url)
+
+
+async def test_channel_is_made_without_communication() -> None:
+    async def body(comm: AsyncCommunicator) -> None:
+        before = comm.stats()["peers"]
+        comm.channel("a").channel("b")
+        assert comm.channel("a").channel("b").name == "a/b"
+        assert comm.stats()["peers"] == before
+
+    await run_ranks(2, body)
+
+
+async def test_closed_channel_refuses_and_can_be_opened_again(url: str) -> None:
+    async def body(comm: AsyncCommunicator) -> None:
+        channel = comm.channel("x")
+        await channel.barrier()
+        await channel.close()
+        with pytest.raises(CommunicatorClosedError, match="'x'"):
+            await channel.barrier()
+        await comm.channel("x").barrier()
+        await comm.barrier()
+
+    await run_ranks(2, body, url=url)
+
+
+async def test_channel_names_are_checked() -> None:
+    async def body(comm: AsyncCommunicator) -> None:
+        for bad in ("", 7, None):
+            with pytest.raises(ConfigError):
+                comm.channel(bad)  # type: ignore[arg-type]
+
+    await run_ranks(1, body)
+
+
+async def test_split_orders_by_key(url: str) -> None:
+    async def body(comm: AsyncCommunicator) -> None:
+        group = await comm.split(comm.rank % 2, key=-comm.rank)
+        assert group is not None
+        members = [r for r in reversed(range(5)) if r % 2 == comm.rank % 2]
+        assert group.world_size == len(members)
+        assert members[group.rank] == comm.rank
+        gathered = await group.all_gather(np.array([comm.rank]))
+        assert gathered.tolist() == members
+
+    await run_ranks(5, body, url=url)
+
+
+async def test_split_without_a_color(url: str) -> None:
+    async def body(comm: AsyncCommunicator) -> None:
+        group = await comm.split(None if comm.rank == 1 else 7)
+        assert (group is None) == (comm.rank == 1)
+        if group is not None:
+            assert (await group.all_gather(np.array([comm.rank]))).tolist() == [0, 2]
+        again = await comm.split(0)
+        assert again is not None
+        assert again.world_size == 3
+        await again.barrier()
+
+    await run_ranks(3, body, url=url)
+
+
+async def test_grid_of_groups(url: str) -> None:
+    async def body(comm: AsyncCommunicator) -> None:
+        row = await comm.split(comm.rank // 2)
+        column = await comm.split(comm.rank % 2)
+        assert row is not None
+        assert column is not None
+        rows, columns = await asyncio.gather(
+            row.all_reduce_sum(np.array([float(comm.rank)])),
+            column.all_reduce_sum(np.array([float(comm.rank)])),
+        )
+        assert rows[0] == [1, 1, 5, 5][comm.rank]
+        assert columns[0] == [2, 4, 2, 4][comm.rank]
+
+    await run_ranks(4, body, url=url)
+
+
+async def test_many_calls_do_not_starve_the_loop(url: str) -> None:
+    async def body(comm: AsyncCommunicator) -> None:
+        turns = 0
+
+        async def ticker() -> None:
+            nonlocal turns
+            while True:
+                await asyncio.sleep(0)
+                turns += 1
+
+        ticking = asyncio.ensure_future(ticker())
+        for _ in range(640):
+            await comm.all_reduce_sum(np.ones(1))
+        ticking.cancel()
+        assert turns >= 15
+
+    await run_ranks(1, body, url=url)

@@ -1,0 +1,151 @@
+"""Sends and receives between two ranks."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from support import outcome, run_ranks
+
+from ruda_async import AsyncCommunicator, CollectiveTimeoutError, PeerLostError, TensorContractError
+
+torch = pytest.importorskip("torch")
+
+
+async def test_shape_and_dtype_come_with_the_message(url: str) -> None:
+    sent = [
+        np.arange(6, dtype=np.int16).reshape(2, 3),
+        np.float64(2.5),
+        np.zeros((0, 4), np.uint8),
+        np.arange(300_000, dtype=np.float32)[::-3],
+        np.array([True, False]),
+    ]
+
+    async def body(comm: AsyncCommunicator) -> None:
+        if comm.rank == 0:
+            for value in sent:
+                await comm.send(value, 1)
+        else:
+            for value in sent:
+                got = await comm.recv(0)
+                assert got.dtype == value.dtype
+                assert got.shape == value.shape
+                np.testing.assert_array_equal(got, value)
+
+    await run_ranks(2, body, url=url)
+
+
+async def test_torch_and_out(url: str) -> None:
+    async def body(comm: AsyncCommunicator) -> None:
+        if comm.rank == 0:
+            await comm.send(torch.arange(5, dtype=torch.bfloat16), 1, tag=3)
+            await comm.send(torch.ones(4), 1, tag=4)
+        else:
+            got = await comm.recv(0, tag=3, like=torch.empty(0))
+            assert got.dtype == torch.bfloat16
+            assert got.tolist() == [0, 1, 2, 3, 4]
+            wrong = np.zeros(5, np.float32)
+            with pytest.raises(TensorContractError, match="float32"):
+                await comm.recv(0, tag=4, out=wrong)
+            out = np.zeros(4, np.float32)  # the message was left for the next receive
+            assert await comm.recv(0, tag=4, out=out) is out
+            assert out.tolist() == [1, 1, 1, 1]
+
+    await run_ranks(2, body, url=url)
+
+
+async def test_twenty_tags_received_in_reverse(url: str) -> None:
+    async def body(comm: AsyncCommunicator) -> None:
+        peer = 1 - comm.rank
+        sends = [
+            asyncio.ensure_future(comm.send(np.full(30_000, float(tag)), peer, tag=tag)) for tag in range(20)
+        ]
+        for tag in reversed(range(20)):
+            assert (await comm.recv(peer, tag=tag) == tag).all()
+        await asyncio.gather(*sends)
+
+    await run_ranks(2, body, url=url)
+
+
+async def test_large_messages_both_ways_at_once(url: str) -> None:
+    async def body(comm: AsyncCommunicator) -> None:
+        peer = 1 - comm.rank
+        mine = np.arange(16 << 20, dtype=np.float32) + comm.rank
+        _, got = await asyncio.gather(comm.send(mine, peer), comm.recv(peer))
+        assert got[0] == peer
+        assert got[-1] == np.float32(len(mine) - 1) + np.float32(peer)
+
+    await run_ranks(2, body, url=url)
+
+
+@pytest.mark.parametrize("count", [4, 600_000])
+async def test_expired_receive_loses_nothing(url: str, count: int) -> None:
+    async def body(comm: AsyncCommunicator) -> None:
+        if comm.rank == 0:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(comm.recv(1), 0.05)
+            with pytest.raises(CollectiveTimeoutError) as caught:
+                await comm.recv(1, timeout=0.05)
+            assert caught.value.missing == (1,)
+            await comm.barrier()
+            for i in range(3):
+                assert (await comm.recv(1) == i).all()
+        else:
+            await comm.barrier()
+            for i in range(3):
+                await comm.send(np.full(count, float(i)), 0)
+
+    await run_ranks(2, body, url=url)
+
+
+async def test_receives_of_one_tag_are_served_in_order(url: str) -> None:
+    async def body(comm: AsyncCommunicator) -> None:
+        if comm.rank == 0:
+            receives = [asyncio.ensure_future(comm.recv(1)) for _ in range(10)]
+            await asyncio.sleep(0)
+            receives[3].cancel()
+            await comm.barrier()
+            got = [int(r[0]) for i, r in enumerate(await asyncio.gather(*receives, return_exceptions=True)) if i != 3]
+            assert got == list(range(9))
+            assert receives[3].cancelled()
+        else:
+            await comm.barrier()
+            for i in range(9):
+                await comm.send(np.array([i]), 0)
+
+    await run_ranks(2, body, url=url)
+
+
+async def test_delivered_messages_outlive_their_sender(url: str) -> None:
+    async def body(comm: AsyncCommunicator) -> None:
+        if comm.rank == 0:
+            for i in range(5):
+                await comm.send(np.array([i]), 1)
+            await comm.close()
+        else:
+            with pytest.raises(PeerLostError):
+                await comm.recv(0, tag=9)
+            for i in range(5):
+                assert (await comm.recv(0))[0] == i
+            with pytest.raises(PeerLostError) as caught:
+                await comm.recv(0)
+            assert caught.value.rank == 0
+
+    await run_ranks(2, body, url=url)
+
+
+async def test_bad_arguments() -> None:
+    async def body(comm: AsyncCommunicator) -> None:
+        for call, text in (
+            (comm.send(np.ones(1), 2), "ranks 0 to 1"),
+            (comm.send(np.ones(1), comm.rank), "itself"),
+            (comm.recv(-1), "ranks 0 to 1"),
+            (comm.recv(1 - comm.rank, tag=-2), "tag"),
+            (comm.send("no tensor", 1 - comm.rank), "str"),
+        ):
+            error = await outcome(call)
+            assert isinstance(error, TensorContractError)
+            assert text in str(error)
+
+    await run_ranks(2, body)
