@@ -145,8 +145,9 @@ async def test_exchange_returns_the_payloads_alone() -> None:
 
 
 async def test_one_rank_does_no_input_or_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket, "socket", None)
-    meetings = [await meet(make_job(0, 1), b"mine", ("no such host", 0)) for _ in range(2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "socket", None)
+        meetings = [await meet(make_job(0, 1), b"mine", ("no such host", 0)) for _ in range(2)]
     assert [m.payloads for m in meetings] == [[b"mine"]] * 2
     assert meetings[0].session != meetings[1].session
 
@@ -300,7 +301,7 @@ async def test_the_deadline_names_the_missing_ranks_to_all_who_came() -> None:
         assert type(error) is CollectiveTimeoutError
         assert error.missing == (2, 4)
         assert "ranks 2, 4 of 5 did not come" in str(error)
-        assert "timeout=0.5 s" in str(error)
+    assert "timeout=0.5 s" in str(errors[0])
 
 
 async def test_a_rank_with_a_shorter_deadline_learns_who_is_missing_and_the_others_go_on() -> None:
@@ -313,6 +314,21 @@ async def test_a_rank_with_a_shorter_deadline_learns_who_is_missing_and_the_othe
     assert_met(await results(*patient, start(2, 4, address), start(3, 4, address)), 4)
 
 
+async def test_ranks_that_gave_up_are_told_from_those_that_never_came() -> None:
+    address = (HOST, free_port())
+    patient = [start(0, 4, address, timeout=0.8), start(1, 4, address)]
+    await results(start(2, 4, address, timeout=0.3))
+    for error in await results(*patient):
+        assert error.missing == (3,)
+        assert "rank 3 of 4 did not come" in str(error)
+        assert "rank 2 came and left at their own deadline" in str(error)
+    patient = [start(0, 4, address, timeout=1.0), start(1, 4, address)]
+    for rank in (2, 3):
+        await results(start(rank, 4, address, timeout=0.2))
+    for error in await results(*patient):
+        assert error.missing == (2, 3)
+
+
 async def test_a_rank_that_never_reached_rank_0_names_the_address_and_the_last_error() -> None:
     port = free_port()
     with nothing_left():
@@ -321,6 +337,28 @@ async def test_a_rank_that_never_reached_rank_0_names_the_address_and_the_last_e
     assert error.missing == (0,)
     assert "rank 2 of 3: rank 0 was not reached within timeout=0.2 s" in str(error)
     assert f"({HOST}:{port}: Connection refused)" in str(error)
+
+
+async def test_a_port_that_happens_to_reach_itself_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dialling a free port of the ephemeral range now and then gets that very port as its source."""
+    loop = asyncio.get_running_loop()
+    address = (HOST, free_port())
+    connect, own, tried = loop.sock_connect, [], asyncio.Event()
+
+    async def to_itself(sock: socket.socket, target: Any) -> None:
+        if not own:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(target)
+        await connect(sock, target)
+        own.append(sock.getsockname() == sock.getpeername())
+        tried.set()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "sock_connect", to_itself)
+        rank = start(1, 2, address)
+        await tried.wait()
+    assert own[0]
+    assert_met(await results(rank, start(0, 2, address)), 2)
 
 
 async def test_a_peer_that_takes_connections_and_never_answers() -> None:
@@ -371,7 +409,8 @@ async def test_nobody_leaves_before_the_last_has_confirmed() -> None:
         assert_met(await results(*others), 3)
 
 
-async def test_a_rank_that_does_not_confirm_is_missing() -> None:
+async def test_a_rank_that_does_not_confirm_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_GRACE", 0.2)
     port = free_port()
     others = [start(rank, 3, (HOST, port), timeout=0.2) for rank in range(2)]
     with await joined(port, join_record(2, 3)):
@@ -452,13 +491,15 @@ async def test_a_port_in_use_is_named_with_the_remedy() -> None:
     first = start(0, 2, (HOST, port))
     with await connected(port):
         pass
-    with nothing_left():
-        (error,) = await results(start(0, 2, (HOST, port)))
+    (error,) = await results(start(0, 2, (HOST, port)))
     assert type(error) is ConfigError
     assert f"{HOST}:{port}: Address already in use" in str(error)
     assert "another rank 0" in str(error)
     assert "another port" in str(error)
     assert_met(await results(first, start(1, 2, (HOST, port))), 2)
+    with socket.create_server((HOST, port)), nothing_left():
+        (error,) = await results(start(0, 2, (HOST, port)))
+    assert type(error) is ConfigError
 
 
 async def test_a_host_that_is_not_this_machine() -> None:
@@ -523,7 +564,8 @@ async def test_one_secret_lets_all_in() -> None:
 # ---------------------------------------------------------------------- several ports
 
 
-async def test_candidate_ports_are_tried_in_turn() -> None:
+async def test_candidate_ports_are_tried_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_PATIENCE", 0.3)
     with socket.create_server((HOST, 0)) as taken:
         ports = (taken.getsockname()[1], free_port(), free_port())
         tasks = [start(rank, 2, (HOST, 1), ports=ports) for rank in range(2)]

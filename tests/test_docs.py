@@ -1,0 +1,161 @@
+"""The documentation is true to the code, and its links lead somewhere."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib.util
+import inspect
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import ruda_async
+from ruda_async import environment, errors, traits
+from ruda_async.collectives.selector import known_algorithms
+from ruda_async.operations import AsyncOperations
+from ruda_async.tensors.dtypes import DTYPES
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# ---------------------------------------------------------------------- generated parts
+
+
+@pytest.mark.parametrize("name", ["urls", "algorithms"])
+def test_generated_parts_are_up_to_date(generate: ModuleType, name: str) -> None:
+    text = text_of(f"docs/{name}.md")
+    assert "<!-- generated: " in text
+    assert generate.generated(text) == text, "run `python docs/generate.py`"
+
+
+def test_stale_parts_are_noticed(generate: ModuleType) -> None:
+    text = text_of("docs/urls.md")
+    stale = text.replace("| `heartbeat` |", "| `heart_beat` |")
+    assert stale != text
+    assert generate.generated(stale) == text
+
+
+def test_every_row_of_the_selector_is_listed_in_words(generate: ModuleType) -> None:
+    rows = generate.selector_rows()
+    assert {algorithm for cases in rows.values() for algorithm, _, _ in cases} == set(known_algorithms())
+    for cases in rows.values():
+        assert cases[-1][1] == "otherwise"
+        for _, condition, _ in cases:
+            assert "c." not in condition
+            assert "_" not in condition
+
+
+# ---------------------------------------------------------------------- links
+
+
+def anchors(text: str) -> set[str]:
+    """Headings as GitHub makes anchors of them, and explicit ones."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return slugs | set(re.findall(r'<a id="([^"]+)">', text))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_resolve(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+        if target.startswith(("https://", "http://")):
+            continue
+        path, _, anchor = target.partition("#")
+        other = (page.parent / path).resolve() if path else page
+        assert other.is_file(), f"{page.name} links to {target}"
+        if anchor:
+            assert anchor in anchors(other.read_text(encoding="utf-8")), f"{page.name} links to {target}"
+
+
+def test_every_page_is_reachable_from_the_readme() -> None:
+    linked = set(re.findall(r"\]\(([\w./-]+\.md)", text_of("README.md")))
+    assert {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} <= linked
+
+
+# ---------------------------------------------------------------------- examples
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_examples_are_python(page: Path) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    for block in blocks:
+        compile(block, page.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+def test_the_worked_sums_come_out_as_written() -> None:
+    blocks = re.findall(r"^```pycon\n(.*?)^```$", text_of("docs/concepts.md"), re.DOTALL | re.MULTILINE)
+    test = doctest.DocTestParser().get_doctest("\n".join(blocks), {}, "concepts.md", "docs/concepts.md", 0)
+    assert len(test.examples) >= 8
+    output: list[str] = []
+    assert doctest.DocTestRunner().run(test, out=output.append).failed == 0, "".join(output)
+
+
+# ---------------------------------------------------------------------- completeness
+
+
+def test_every_call_is_in_the_table_with_its_arguments() -> None:
+    text = text_of("docs/operations.md")
+    rows = dict(re.findall(r"^\| `(\w+)\(([^)]*)\)` \|", text, re.MULTILINE))
+    calls = {n: f for n, f in inspect.getmembers(AsyncOperations, inspect.isfunction) if n[0] != "_"}
+    for name in ("send", "recv", "channel", "split", "bounded", "shrink", "stats", "describe", "explain"):
+        calls[name] = getattr(ruda_async.AsyncCommunicator, name)
+    assert set(rows) == set(calls)
+    for name, call in calls.items():
+        parameters = inspect.signature(call).parameters.values()
+        shown = [p for p in parameters if p.name not in ("self", "out", "order", "timeout")]
+        if name == "scatter":  # `like` is explained below the table
+            shown = [p for p in shown if p.name != "like"]
+        expected = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in shown]
+        assert rows[name].replace('"', "'") == ", ".join(expected), name
+
+
+def test_every_dtype_and_protocol_is_named() -> None:
+    text = text_of("docs/operations.md")
+    words = set(re.findall(r"\w+", text))
+    assert set(DTYPES) <= words
+    assert {n for n in traits.__all__ if not n.startswith("Async")} <= words
+
+
+def test_every_error_has_a_section_with_its_builtin() -> None:
+    text = text_of("docs/errors.md")
+    sections = set(re.findall(r"^### `(\w+)`$", text, re.MULTILINE))
+    assert sections == set(errors.__all__) - {"RudaError"}
+    for name in sections:
+        builtin = next(
+            (b.__name__ for b in getattr(errors, name).__bases__ if b.__module__ == "builtins"), None
+        )
+        assert re.search(rf"── {name}{f' .{builtin}.' if builtin else ''}$", text, re.MULTILINE), name
+
+
+def test_every_algorithm_has_a_source() -> None:
+    sources = text_of("docs/algorithms.md").partition("## Sources")[2]
+    assert set(re.findall(r"^\| `(\w+)` \|", sources, re.MULTILINE)) == set(known_algorithms())
+
+
+def test_launchers_are_those_of_the_code() -> None:
+    text = text_of("docs/launch.md").partition('<a id="env">')[2]
+    assert environment.__doc__ is not None
+    variables = set(re.findall(r"\b[A-Z]+_[A-Z_]+\b|\bRANK\b", environment.__doc__)) - {"RUDA_URL"}
+    assert len(variables) > 12
+    assert variables <= set(re.findall(r"[A-Z_]+", text))

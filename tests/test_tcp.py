@@ -1,0 +1,242 @@
+"""What is TCP's own: addresses, dying and silent peers, damaged streams, memory, descriptors."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from support import free_port, fresh_url, outcome, run_ranks
+
+from ruda_async import AsyncCommunicator, CollectiveTimeoutError, ConfigError, PeerLostError
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as sock:
+            sock.bind(("::1", 0))
+        return True
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
+async def test_addresses(host: str) -> None:
+    if "::" in host and not has_ipv6():
+        pytest.skip("no IPv6 here")
+
+    async def body(comm: AsyncCommunicator) -> None:
+        assert (await comm.all_reduce_sum(np.ones(3)))[0] == 3
+        assert comm.describe()["transport"]["scheme"] == "tcp"
+
+    await run_ranks(3, body, url=f"tcp://{host}:{free_port()}/addresses")
+
+
+async def test_unknown_host() -> None:
+    error = (await asyncio.gather(run_ranks(2, outcome, url="tcp://no-such-host.invalid:5/x"), return_exceptions=True))[0]
+    assert isinstance(error, ConfigError)
+    assert "no-such-host.invalid" in str(error)
+
+
+RANK = """
+import asyncio, os, sys, time
+import numpy as np
+import ruda_async
+from ruda_async import PeerLostError
+
+async def main():
+    url, rank, world, options = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), eval(sys.argv[4])
+    comm = await ruda_async.connect(url, rank=rank, world_size=world, timeout=20, **options)
+    await comm.barrier()
+    print("ready", os.getpid(), flush=True)
+    try:
+        while True:
+            await comm.all_reduce_sum(np.ones(200_000, np.float32))
+            await asyncio.sleep(0.001)
+    except PeerLostError as error:
+        print("lost", error.rank, time.time(), flush=True)
+    smaller = await comm.shrink()
+    total = await smaller.all_reduce_sum(np.ones(1))
+    print("shrunk", smaller.rank, smaller.world_size, total[0], flush=True)
+    await comm.close()
+
+asyncio.run(main())
+"""
+
+
+@contextmanager
+def rank_processes(world: int, options: str = "{}") -> Iterator[list[subprocess.Popen[str]]]:
+    """Ranks as processes that all-reduce in a loop until a peer is lost, then shrink."""
+    url = fresh_url("tcp")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(RANK), url, str(r), str(world), options],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for r in range(world)
+    ]
+    try:
+        for rank in ranks:
+            assert rank.stdout is not None
+            assert rank.stdout.readline().startswith("ready")
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+            if rank.stdout is not None:
+                rank.stdout.close()
+
+
+def read_words(rank: subprocess.Popen[str]) -> list[str]:
+    assert rank.stdout is not None
+    return rank.stdout.readline().split()
+
+
+def test_killed_rank_is_noticed_within_a_second() -> None:
+    with rank_processes(4) as ranks:
+        killed = time.time()
+        ranks[2].kill()
+        for number in (0, 1, 3):
+            word, lost, when = read_words(ranks[number])
+            assert (word, lost) == ("lost", "2")
+            assert float(when) - killed < 1
+        for number, rank in ((0, 0), (1, 1), (3, 2)):
+            assert read_words(ranks[number]) == ["shrunk", str(rank), "3", "3.0"]
+            assert ranks[number].wait(10) == 0
+
+
+def test_stopped_rank_is_noticed_by_its_silence() -> None:
+    with rank_processes(3, "{'heartbeat': 0.5}") as ranks:
+        stopped = time.time()
+        ranks[1].send_signal(signal.SIGSTOP)
+        for number in (0, 2):
+            word, lost, when = read_words(ranks[number])
+            assert (word, lost) == ("lost", "1")
+            assert 0.4 < float(when) - stopped < 3
+
+
+async def test_garbage_on_a_link_is_a_lost_peer() -> None:
+    async def body(comm: AsyncCommunicator) -> None:
+        await comm.barrier()
+        if comm.rank == 1:
+            comm._node.transport._links[0].stream._sock.send(os.urandom(100))  # type: ignore[attr-defined]
+        error = await outcome(comm.recv(1 - comm.rank))
+        assert isinstance(error, PeerLostError)
+        assert error.rank == 1 - comm.rank
+        if comm.rank == 0:
+            assert "protocol" in str(error)
+
+    await run_ranks(2, body, url=fresh_url("tcp"))
+
+
+async def test_slow_reader_holds_the_sender_and_not_memory() -> None:
+    async def body(comm: AsyncCommunicator) -> None:
+        gate = comm.channel("gate")
+        if comm.rank == 0:
+            value = np.ones(1_000_000)
+            before = tracemalloc.get_traced_memory()[0]
+            for _ in range(20):
+                error = await outcome(comm.send(value, 1, timeout=0.01))
+                assert isinstance(error, CollectiveTimeoutError)
+            assert tracemalloc.get_traced_memory()[0] - before < 4_000_000
+            await gate.barrier()
+            await comm.send(value, 1)
+        else:
+            await gate.barrier()
+            assert (await comm.recv(0)).shape == (1_000_000,)
+            assert comm.stats()["peers"][0]["early_bytes"] == 0
+        await comm.barrier()
+
+    tracemalloc.start()
+    try:
+        await run_ranks(2, body, url=fresh_url("tcp"))
+    finally:
+        tracemalloc.stop()
+
+
+async def test_large_payloads_are_not_copied(url: str) -> None:
+    """A 64 MiB all-reduce on two ranks allocates its two results and little more."""
+    nbytes = 64 << 20
+    inputs = [np.full(nbytes // 4, float(r + 1), np.float32) for r in range(2)]
+    peak = 0
+
+    async def body(comm: AsyncCommunicator) -> None:
+        nonlocal peak
+        await comm.barrier()
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        result = await comm.all_reduce_sum(inputs[comm.rank])
+        assert result[0] == result[-1] == 3
+        await comm.barrier()
+        peak = max(peak, tracemalloc.get_traced_memory()[1] - before)
+        await comm.barrier()
+
+    tracemalloc.start()
+    try:
+        await run_ranks(2, body, url=url)
+    finally:
+        tracemalloc.stop()
+    assert peak < 1.3 * 2 * nbytes
+
+
+async def test_no_descriptor_stays_open() -> None:
+    async def body(comm: AsyncCommunicator) -> None:
+        await comm.barrier()
+
+    await run_ranks(3, body, url=fresh_url("tcp"))
+    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    for _ in range(5):
+        await run_ranks(3, body, url=fresh_url("tcp"))
+    after = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    assert after <= before
+
+
+async def test_uvloop_runs_the_same() -> None:
+    uvloop = pytest.importorskip("uvloop")
+
+    async def body(comm: AsyncCommunicator) -> float:
+        await comm.send(np.ones(300_000), 1 - comm.rank) if comm.rank else await comm.recv(1)
+        return float((await comm.all_reduce_sum(np.ones(100_000)))[5])
+
+    def main() -> list[float]:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(run_ranks(2, body, url=fresh_url("tcp")))
+
+    assert await asyncio.get_running_loop().run_in_executor(None, main) == [2, 2]
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+async def test_a_hundred_thousand_calls_leave_nothing_behind(url: str) -> None:
+    def state() -> tuple[int, int]:
+        return len(asyncio.all_tasks()), len(os.listdir("/proc/self/fd"))
+
+    async def body(comm: AsyncCommunicator) -> None:
+        value = np.ones(2, np.float32)
+        for _ in range(2000):
+            await comm.all_reduce_sum(value)
+        resident, before = resident_bytes(), state()
+        for _ in range(100_000):
+            await comm.all_reduce_sum(value)
+        assert resident_bytes() - resident < 4 << 20
+        assert state() == before
+        await comm.barrier()
+
+    await run_ranks(2, body, url=url, limit=600)
