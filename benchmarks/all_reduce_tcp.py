@@ -67,7 +67,13 @@ def rank_main(rank: int, args: argparse.Namespace, ports: list[int], results: An
                 del result
             return times
 
-        measure(rank, args, results, lambda x: runner.run(comm.all_reduce_sum(x)), lambda x, n: runner.run(block(x, n)))
+        measure(
+            rank,
+            args,
+            results,
+            lambda x: runner.run(comm.all_reduce_sum(x)),
+            lambda x, n: runner.run(block(x, n)),
+        )
         runner.run(comm.close())
 
 
@@ -131,7 +137,9 @@ def free_ports(count: int) -> list[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--url", default="tcp://127.0.0.1:0/bench")
     parser.add_argument("--loop", choices=("asyncio", "uvloop", "sync"), default="asyncio")
     parser.add_argument("--sizes", default=SIZES)
@@ -147,13 +155,17 @@ def main() -> None:
     for process in ranks:
         process.start()
     if not args.json:
-        print(f"{'bytes':>12} {'ruda µs':>12} {'Gloo µs':>12} {'times as fast':>14}   ({args.loop}, {args.world} ranks)")
+        print(
+            f"{'bytes':>12} {'ruda µs':>12} {'Gloo µs':>12} {'times as fast':>14}   ({args.loop}, {args.world} ranks)"
+        )
     while (row := results.get(timeout=600)) is not None:
         nbytes, ours, theirs = row
         if args.json:
             print(json.dumps({"bytes": nbytes, "seconds": ours, "gloo_seconds": theirs}))
         else:
-            print(f"{nbytes:>12} {ours * 1e6:>12.1f} {theirs * 1e6:>12.1f} {theirs / ours:>14.2f}", flush=True)
+            print(
+                f"{nbytes:>12} {ours * 1e6:>12.1f} {theirs * 1e6:>12.1f} {theirs / ours:>14.2f}", flush=True
+            )
     for process in ranks:
         process.join()
 

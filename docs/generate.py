@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ruda_async.collectives import selector
 from ruda_async.collectives.operation import Settings
+from ruda_async.collectives.selector import choose
 from ruda_async.communicator import open_transport
 from ruda_async.config import CommonParameters, resolve
 from ruda_async.transport import Capabilities
@@ -83,8 +84,8 @@ _WORDING = (
     (r"c\.segment", "segment"),
     (r"pipe / 2", "½ pipe"),
     (r"(\d) \* pipe", r"\1 pipes"),
-    (r" \* ", " × "),
-    (r" - ", " − "),
+    (r" \* ", " \N{MULTIPLICATION SIGN} "),
+    (r" - ", " \N{MINUS SIGN} "),
     (r"<=", "≤"),
     (r">=", "≥"),
     (r"\((bytes [≤≥] [^()]*)\)", r"\1"),  # `ast.unparse` puts comparisons in brackets
@@ -102,9 +103,9 @@ def selector_rows() -> dict[str, list[tuple[str, str, str]]]:
     assert isinstance(tables, ast.Dict)
     found = {}
     for key, rows in zip(tables.keys, tables.values, strict=True):
-        assert isinstance(key, ast.Constant)
+        assert key is not None
         assert isinstance(rows, ast.Tuple)
-        found[key.value] = [_row(row) for row in rows.elts]
+        found[str(ast.literal_eval(key))] = [_row(row) for row in rows.elts]
     return found
 
 
@@ -137,19 +138,21 @@ async def capabilities_of(scheme: str) -> Capabilities:
 
 
 def choices() -> str:
-    """What `choose` answers for a few sizes on each transport."""
+    """What `choose` answers for a few sizes on each transport; transports that agree share a row."""
     sizes = {"1 KiB": 1 << 10, "64 KiB": 1 << 16, "1 MiB": 1 << 20, "64 MiB": 1 << 26}
+    capabilities = {scheme: asyncio.run(capabilities_of(scheme)) for scheme in OURS}
     rows = []
-    for scheme in OURS:
-        capabilities = asyncio.run(capabilities_of(scheme))
-        for operation in ("all_reduce", "reduce_scatter", "all_gather", "broadcast"):
-            for ranks in (2, 4, 16):
-                names = [
-                    f"`{selector.choose(operation, nbytes, ranks, capabilities, Settings()).algorithm}`"
+    for operation in ("all_reduce", "reduce_scatter", "all_gather", "broadcast"):
+        for ranks in (2, 4, 16):
+            agreeing: dict[tuple[str, ...], list[str]] = {}
+            for scheme in OURS:
+                names = tuple(
+                    f"`{choose(operation, nbytes, ranks, capabilities[scheme], Settings()).algorithm}`"
                     for nbytes in sizes.values()
-                ]
-                rows.append([f"`{scheme}://`", f"`{operation}`", str(ranks), *names])
-    return table(["transport", "operation", "ranks", *sizes], rows)
+                )
+                agreeing.setdefault(names, []).append(f"`{scheme}`")
+            rows += [[f"`{operation}`", str(ranks), ", ".join(who), *row] for row, who in agreeing.items()]
+    return table(["operation", "ranks", "transport", *sizes], rows)
 
 
 PARTS: dict[str, Callable[[], str]] = {

@@ -67,7 +67,9 @@ class Operation:
         "started",
     )
 
-    def __init__(self, channel: Channel, name: str, sequence: int, timeout: float, settings: Settings) -> None:
+    def __init__(
+        self, channel: Channel, name: str, sequence: int, timeout: float, settings: Settings
+    ) -> None:
         node = channel.node
         self.channel = channel
         self.name = name
@@ -218,7 +220,9 @@ class Channel:
         if node.closed is not None:
             raise node.closed
         if self.closed:
-            raise CommunicatorClosedError(f"channel {self.name!r} is closed on rank {self.rank}; {name} refused")
+            raise CommunicatorClosedError(
+                f"channel {self.name!r} is closed on rank {self.rank}; {name} refused"
+            )
         node.check_loop()
         sequence = self.next
         self.next = sequence + 1
@@ -283,9 +287,8 @@ class Channel:
             if operation.error is None:
                 self.tainted = True
                 operation.fail(self._from_peer(operation, failure))
-        elif (sequence - self.next) % SEQUENCES < SEQUENCES // 2:
-            if len(self.announced) < 4096:
-                self.announced[sequence] = failure
+        elif (sequence - self.next) % SEQUENCES < SEQUENCES // 2 and len(self.announced) < 4096:
+            self.announced[sequence] = failure
 
     def on_report(self, peer: int, sequence: int, head: bytes) -> None:
         """A peer waits in call `sequence` and says what it called; find out if that differs from ours.
@@ -358,4 +361,3 @@ class Channel:
                 self, operation.sequence, notices.Failure("cancelled", self.rank, "its channel was closed")
             )
         self.node.forget(self)
-

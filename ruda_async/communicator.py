@@ -38,7 +38,9 @@ class AsyncCommunicator(AsyncOperations):
     any number may be in flight.
     """
 
-    def __init__(self, channel: Channel, settings: Settings, timeout: float, recovery: Recovery, owner: bool) -> None:
+    def __init__(
+        self, channel: Channel, settings: Settings, timeout: float, recovery: Recovery, owner: bool
+    ) -> None:
         self._channel = channel
         self._node = channel.node
         self._settings = settings
@@ -105,7 +107,9 @@ class AsyncCommunicator(AsyncOperations):
             self._settings,
             exact=self._settings.order == "exact",
         )
-        return f"{operation} of {nbytes} bytes over {self.world_size} ranks: {choice.algorithm}, {choice.reason}"
+        return (
+            f"{operation} of {nbytes} bytes over {self.world_size} ranks: {choice.algorithm}, {choice.reason}"
+        )
 
     def __repr__(self) -> str:
         state = " closed" if self.closed else ""
@@ -204,15 +208,19 @@ class AsyncCommunicator(AsyncOperations):
         lost = await self._recovery.agree(parent, id, seconds)
         if self._node.transport.rank in lost:
             raise CommunicatorClosedError(
-                f"rank {self.rank} of {self.world_size}: the other ranks hold this one for lost; connect again"
+                f"rank {self.rank} of {self.world_size}: the others hold it for lost; connect again"
             )
         members = tuple(m for m in parent.members if m not in lost)
         return self._derive(
-            self._node.open_channel(channel_id(id, *sorted(lost)), f"{self.name}/shrunk{self._shrinks}", members)
+            self._node.open_channel(
+                channel_id(id, *sorted(lost)), f"{self.name}/shrunk{self._shrinks}", members
+            )
         )
 
     def _derive(self, channel: Channel, settings: Settings | None = None) -> AsyncCommunicator:
-        return AsyncCommunicator(channel, settings or self._settings, self._timeout, self._recovery, owner=False)
+        return AsyncCommunicator(
+            channel, settings or self._settings, self._timeout, self._recovery, owner=False
+        )
 
     # ------------------------------------------------------------------ the end
 

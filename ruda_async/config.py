@@ -214,7 +214,7 @@ def _listen_fd(environ: Mapping[str, str]) -> int | None:
     text = environ.get("RUDA_LISTEN_FD")
     if not text:
         return None
-    if not (text.isascii() and text.isdigit()):
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
         raise ConfigError(f"RUDA_LISTEN_FD={text!r:.80} is not a file descriptor; unset it")
     return int(text)
 
@@ -271,8 +271,9 @@ def _locate(parts: UrlParts) -> _Place:
         host, name = parts.host, parts.path or _DEFAULT_NAME
     else:
         if parts.port is not None:
+            meant = f"{parts.scheme}://{parts.host or 'job'}"
             raise ConfigError(
-                f"{parts.text!r}: {parts.scheme}:// has no ports; write {parts.scheme}://{parts.host or 'job'}"
+                f"the URL {parts.text!r} has a port, which {parts.scheme} does not use; write {meant}"
             )
         host, name = parts.host, "/".join(p for p in (parts.host, parts.path) if p) or _DEFAULT_NAME
     return _Place(parts.scheme, plugin, host, parts.port, (), name, parts.query)

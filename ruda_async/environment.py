@@ -21,10 +21,9 @@ follow from the scheduler's job id.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .errors import ConfigError
@@ -39,7 +38,7 @@ _FIRST_PORT, _LAST_PORT = 20000, 59999
 #: Slurm numbers its special steps (batch script, interactive shell, …) from the top of 32 bits.
 _SLURM_SPECIAL_STEPS = 0xFFFFFFF0
 _SEGMENT = re.compile(r"([^\[\],]*)(?:\[([^\[\]]*)\])?")
-_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?\Z")
+_RANGE = re.compile(r"([0-9]{1,12})(?:-([0-9]{1,12}))?\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +174,7 @@ def _mpi(
 ) -> EnvJob:
     """MPI launchers do not say where rank 0 is, unless all ranks are on one host."""
     host = environ.get("MASTER_ADDR")
-    if host is None and local_size == world_size:
+    if host is None and world_size in (1, local_size):
         host = LOOPBACK
     if host is None and (nodes := _slurm_nodes(environ)) is not None:
         host = next(expand_nodelist(nodes), None)
@@ -234,46 +233,48 @@ def expand_nodelist(text: str) -> Iterator[str]:
     Raises:
         ConfigError: brackets that do not match, an empty name, or a range that is none.
     """
-    for item in _split_outside_brackets(text):
-        parts: list[tuple[str, list[range], list[int]]] = []
+    for item in re.split(r",(?![^\[\]]*\])", text):  # at commas outside brackets
+        pieces: list[_Piece] = []
         position = 0
         while position < len(item):
             match = _SEGMENT.match(item, position)
             if match is None or match.end() == position:
                 raise _malformed(text)
-            ranges, widths = _ranges(match[2], text)
-            parts.append((match[1], ranges, widths))
+            pieces.append((match[1], None if match[2] is None else _ranges(match[2], text)))
             position = match.end()
-        if not parts:
+        if not pieces:
             raise _malformed(text)
-        for choice in itertools.product(*(_numbers(ranges, widths) for _, ranges, widths in parts)):
-            yield "".join(prefix + number for (prefix, _, _), number in zip(parts, choice, strict=True))
+        yield from _combine(pieces)
 
 
-def _split_outside_brackets(text: str) -> list[str]:
-    return re.split(r",(?![^\[\]]*\])", text)
+#: Text, and the numbers after it: ranges, each with the width to which zeros fill its numbers.
+_Piece = tuple[str, "list[tuple[range, int]] | None"]
 
 
-def _ranges(inside: str | None, text: str) -> tuple[list[range], list[int]]:
-    """``01-03,7`` → ranges and the widths to which their numbers are filled with zeros."""
-    if inside is None:
-        return [], []
-    ranges, widths = [], []
-    for piece in inside.split(","):
-        match = _RANGE.match(piece)
+def _ranges(inside: str, text: str) -> list[tuple[range, int]]:
+    """``01-03,7`` → ``[(range(1, 4), 2), (range(7, 8), 1)]``."""
+    found = []
+    for item in inside.split(","):
+        match = _RANGE.match(item)
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise _malformed(text)
-        ranges.append(range(int(match[1]), int(match[2] or match[1]) + 1))
-        widths.append(len(match[1]))
-    return ranges, widths
+        found.append((range(int(match[1]), int(match[2] or match[1]) + 1), len(match[1])))
+    return found
 
 
-def _numbers(ranges: list[range], widths: list[int]) -> Iterator[str]:
-    if not ranges:
+def _combine(pieces: Sequence[_Piece]) -> Iterator[str]:
+    """All names, one at a time: the first of a million nodes costs no more than of one."""
+    if not pieces:
         yield ""
-    for numbers, width in zip(ranges, widths, strict=True):
-        for number in numbers:
-            yield f"{number:0{width}d}"
+        return
+    (prefix, ranges), rest = pieces[0], pieces[1:]
+    if ranges is None:
+        numbers: Iterable[str] = ("",)
+    else:
+        numbers = (f"{n:0{width}d}" for span, width in ranges for n in span)
+    for number in numbers:
+        for tail in _combine(rest):
+            yield prefix + number + tail
 
 
 def _malformed(text: str) -> ConfigError:
@@ -302,7 +303,7 @@ def _number(environ: Mapping[str, str], key: str) -> int | None:
     text = environ.get(key)
     if text is None or text == "":
         return None
-    if not (text.isascii() and text.isdigit()):
+    if not (text.isascii() and text.isdigit() and len(text) < 20):
         raise ConfigError(f"{key}={text!r:.80} is not a whole number from 0 on; fix or unset it")
     return int(text)
 

@@ -104,9 +104,7 @@ class CollectiveTimeoutError(RudaError, TimeoutError):
         missing: the ranks that had not been heard from.
     """
 
-    def __init__(
-        self, message: str = "", *, rank: int | None = None, missing: tuple[int, ...] = ()
-    ) -> None:
+    def __init__(self, message: str = "", *, rank: int | None = None, missing: tuple[int, ...] = ()) -> None:
         super().__init__(message, rank=rank)
         self.missing = missing
 

@@ -85,8 +85,8 @@ class Node:
         """
         if asyncio.get_running_loop() is not self.loop:
             raise CommunicatorClosedError(
-                f"rank {self.transport.rank}: this communicator belongs to another event loop; connect on the "
-                "loop that uses it, or use ruda_async.sync from other threads"
+                f"rank {self.transport.rank}: this communicator belongs to another event loop; connect on "
+                "the loop that uses it, or use ruda_async.sync from other threads"
             )
 
     # ------------------------------------------------------------------ channels

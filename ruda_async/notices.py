@@ -116,9 +116,7 @@ def _call(print_: Fingerprint) -> str:
 
 def encode(kind: str, *fields: Any) -> bytes:
     """One notice; long texts are cut."""
-    packed: bytes = msgpack.packb(
-        [kind, *(f[:_MAX_TEXT] if isinstance(f, str) else f for f in fields)]
-    )
+    packed: bytes = msgpack.packb([kind, *(f[:_MAX_TEXT] if isinstance(f, str) else f for f in fields)])
     return packed
 
 
@@ -139,5 +137,7 @@ def decode(data: bytes | bytearray, shapes: dict[str, tuple[type, ...]]) -> tupl
         raise ProtocolError("a control message is of no known kind")
     for field, expected in zip(fields, types, strict=True):
         if type(field) is not expected:
-            raise ProtocolError(f"a control message of kind {kind!r} has a field of type {type(field).__name__}")
+            raise ProtocolError(
+                f"a control message of kind {kind!r} has a field of type {type(field).__name__}"
+            )
     return kind, fields

@@ -235,9 +235,7 @@ class AsyncOperations:
         """The root's small object on every rank: None, bool, int, float, str, bytes, lists and dicts."""
         return await self._call(BroadcastObject(value, root), timeout)
 
-    async def gather_object(
-        self, value: Any, root: int, *, timeout: float | None = None
-    ) -> list[Any] | None:
+    async def gather_object(self, value: Any, root: int, *, timeout: float | None = None) -> list[Any] | None:
         """Every rank's small object on rank `root`, in rank order; None on the others."""
         return await self._call(GatherObject(value, root), timeout)
 

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .collectives.request import decode_fingerprint, fingerprint
-from .errors import CollectiveTimeoutError, CommunicatorClosedError, PeerLostError, ProtocolError, TensorContractError
+from .errors import (
+    CollectiveTimeoutError,
+    CommunicatorClosedError,
+    PeerLostError,
+    ProtocolError,
+    TensorContractError,
+)
 from .tags import channel_id, tag_of
 from .tensors import TensorSpec, adapter_for, dtype_of
 
@@ -59,20 +65,19 @@ class PointToPoint:
         except TensorContractError as error:
             raise error.at(f"rank {channel.rank}, {call}", channel.rank) from None
         turn = self._turns.setdefault((member, wire_tag), asyncio.Lock())
-        async with self._bounded(call, source, timeout):
-            async with turn:  # receives of one tag are served in the order they were called
-                envelope = await transport.probe(member, wire_tag)
-                spec = self._spec_of(envelope.head, envelope.nbytes, source)
-                try:
-                    if out is not None:
-                        target = adapter.into(out, spec)
-                    else:
-                        like = np.empty(0) if like is None else like
-                        target = adapter.allocate(like, spec.shape, spec.dtype)
-                except TensorContractError as error:
-                    raise error.at(f"rank {channel.rank}, {call}", channel.rank) from None
-                receiving = transport.recv_into(member, wire_tag, (target.buffer,), envelope.head)
-                await receiving
+        # Receives of one tag are served in the order in which they were called.
+        async with self._bounded(call, source, timeout), turn:
+            envelope = await transport.probe(member, wire_tag)
+            spec = self._spec_of(envelope.head, envelope.nbytes, source)
+            try:
+                if out is not None:
+                    target = adapter.into(out, spec)
+                else:
+                    like = np.empty(0) if like is None else like
+                    target = adapter.allocate(like, spec.shape, spec.dtype)
+            except TensorContractError as error:
+                raise error.at(f"rank {channel.rank}, {call}", channel.rank) from None
+            await transport.recv_into(member, wire_tag, (target.buffer,), envelope.head)
         return target.finish()
 
     def _address(self, peer: int, tag: int, call: str) -> tuple[int, int]:
@@ -81,7 +86,9 @@ class PointToPoint:
         if node.closed is not None:
             raise node.closed
         if channel.closed:
-            raise CommunicatorClosedError(f"channel {channel.name!r} is closed on rank {channel.rank}; {call} refused")
+            raise CommunicatorClosedError(
+                f"channel {channel.name!r} is closed on rank {channel.rank}; {call} refused"
+            )
         node.check_loop()
         if isinstance(peer, bool) or not isinstance(peer, int) or not 0 <= peer < channel.size:
             raise TensorContractError(
@@ -89,7 +96,8 @@ class PointToPoint:
             )
         if peer == channel.rank:
             raise TensorContractError(
-                f"rank {channel.rank}, {call}: a rank does not send to itself; use the tensor", rank=channel.rank
+                f"rank {channel.rank}, {call}: a rank does not send to itself; use the tensor",
+                rank=channel.rank,
             )
         if isinstance(tag, bool) or not isinstance(tag, int) or tag < 0:
             raise TensorContractError(

@@ -56,14 +56,18 @@ class Communicator(Operations):
 
     def _wait(self, call: Coroutine[Any, Any, R]) -> R:
         self._check(call)
+        return self._loop.run(call, by_hand=True)
+
+    def _wait_as_task(self, call: Coroutine[Any, Any, R]) -> R:
+        self._check(call)
         return self._loop.run(call)
 
     def _check(self, call: Coroutine[Any, Any, Any]) -> None:
         if self._pid != os.getpid():
             call.close()
             raise CommunicatorClosedError(
-                f"this communicator was made in process {self._pid} and does not survive a fork; connect again "
-                "in the child, or start it with the 'spawn' method"
+                f"this communicator was made in process {self._pid} and does not survive a fork; connect "
+                "again in the child, or start it with the 'spawn' method"
             )
 
     # ------------------------------------------------------------------ facts
@@ -107,7 +111,7 @@ class Communicator(Operations):
 
     def send(self, value: Any, dest: int, *, tag: int = 0, timeout: float | None = None) -> None:
         """As `AsyncCommunicator.send`, blocking."""
-        self._wait(self._inner.send(value, dest, tag=tag, timeout=timeout))
+        self._wait_as_task(self._inner.send(value, dest, tag=tag, timeout=timeout))
 
     def recv(
         self,
@@ -119,7 +123,7 @@ class Communicator(Operations):
         timeout: float | None = None,
     ) -> T:
         """As `AsyncCommunicator.recv`, blocking."""
-        return self._wait(self._inner.recv(source, tag=tag, like=like, out=out, timeout=timeout))
+        return self._wait_as_task(self._inner.recv(source, tag=tag, like=like, out=out, timeout=timeout))
 
     # ------------------------------------------------------------------ other communicators
 
@@ -138,7 +142,7 @@ class Communicator(Operations):
 
     def shrink(self, *, timeout: float | None = None) -> Communicator:
         """As `AsyncCommunicator.shrink`, blocking."""
-        return self._derive(self._wait(self._inner.shrink(timeout=timeout)))
+        return self._derive(self._wait_as_task(self._inner.shrink(timeout=timeout)))
 
     def _derive(self, inner: _async.AsyncCommunicator) -> Communicator:
         return type(self)(inner, self._loop, owner=False)

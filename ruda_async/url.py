@@ -50,16 +50,16 @@ def split_url(url: object) -> UrlParts:
     scheme, found, rest = url.partition("://")
     if not found or not _SCHEME.fullmatch(scheme):
         return UrlParts(shown, "", None, None, "", {})
+    if "@" in rest:
+        raise ConfigError(
+            f"the URL {shown!r} has a user or password before '@'; take it out, and give the job secret as "
+            "RUDA_SECRET or secret_file= (a plain @ is written %40)"
+        )
     rest, _, fragment = rest.partition("#")
     if fragment:
         raise ConfigError(f"the URL {shown!r} has a part after '#', which means nothing here; write # as %23")
     rest, _, query = rest.partition("?")
     authority, _, path = rest.partition("/")
-    if "@" in authority:
-        raise ConfigError(
-            f"the URL {shown!r} has a user or password before '@'; take it out, and give the job secret as "
-            "RUDA_SECRET or secret_file="
-        )
     host, port = _host_and_port(authority, shown)
     return UrlParts(
         shown, scheme.lower(), host, port, _decode(path.strip("/"), "job name"), _query(query, shown)
@@ -80,10 +80,12 @@ def _host_and_port(authority: str, shown: str) -> tuple[str | None, int | None]:
         return _decode(host, "host") or None, None
     if not (port.isascii() and port.isdigit()):
         raise ConfigError(
-            f"the URL {shown!r} has port {port!r}, which is no number; a port is from 1 to 65535"
+            f"the URL {shown!r} has port {port!r:.40}, which is no number; a port is from 1 to 65535"
         )
-    if int(port) > 65535:
-        raise ConfigError(f"the URL {shown!r} has port {port}, which is out of range; it is from 1 to 65535")
+    if len(port) > 5 or int(port) > 65535:
+        raise ConfigError(
+            f"the URL {shown!r} has port {port:.20}, which is out of range; it is from 1 to 65535"
+        )
     return _decode(host, "host") or None, int(port)
 
 
@@ -123,6 +125,6 @@ def _decode(text: str, what: str) -> str:
 
 def redact(url: str) -> str:
     """The URL without user, password and what looks secret, fit for an error text."""
-    url = re.sub(r"(://|^)[^/?#]*@", r"\1***@", url)
-    url = re.sub(rf"(?i)([?&](?:{'|'.join(HIDDEN)})=)[^&#]*", r"\1***", url)
+    url = re.sub(r"(://|^).*@", r"\1***@", url, flags=re.DOTALL)
+    url = re.sub(rf"(?i)([?&][^&=]*(?:{'|'.join(sorted(HIDDEN))})[^&=]*=)[^&#]*", r"\1***", url)
     return url if len(url) <= 200 else url[:200] + "…"

@@ -39,7 +39,13 @@ def fresh_url(scheme: str) -> str:
 
 
 async def run_ranks(
-    world_size: int, body: Body, *, url: str | None = None, limit: float = 30, timeout: float = 10, **options: Any
+    world_size: int,
+    body: Body,
+    *,
+    url: str | None = None,
+    limit: float = 30,
+    timeout: float = 10,
+    **options: Any,
 ) -> list[Any]:
     """Run `body(comm)` on every rank, as tasks; the results in rank order. A failing rank fails the test."""
     url = url or fresh_url("memory")

@@ -77,7 +77,10 @@ def pair(first: object, second: object) -> object:
 
 
 MISMATCHES = {
-    "shape": (pair(lambda c: c.all_reduce_sum(np.ones(10)), lambda c: c.all_reduce_sum(np.ones(12))), "shape"),
+    "shape": (
+        pair(lambda c: c.all_reduce_sum(np.ones(10)), lambda c: c.all_reduce_sum(np.ones(12))),
+        "shape",
+    ),
     "trailing shape": (
         pair(lambda c: c.all_reduce_sum(np.ones((2, 3))), lambda c: c.all_reduce_sum(np.ones((3, 2)))),
         "shape",

@@ -81,7 +81,9 @@ shapes = st.lists(st.integers(0, 4), min_size=0, max_size=3).map(tuple)
 
 
 @given(worlds, schemes, st.sampled_from(FLOATS + INTEGERS), shapes, layouts, st.integers(0, 3))
-def test_all_reduce(world: int, scheme: str, dtype: Any, shape: tuple[int, ...], layout: str, big: int) -> None:
+def test_all_reduce(
+    world: int, scheme: str, dtype: Any, shape: tuple[int, ...], layout: str, big: int
+) -> None:
     if big == 3:
         shape = (50_000 * world, *shape[1:])
     inputs = [distinct(r, shape, dtype) for r in range(world)]
@@ -142,14 +144,12 @@ def test_reduce_scatter(world: int, scheme: str, dtype: Any, rows: int, columns:
     asyncio.run(run_ranks(world, body, url=fresh_url(scheme)))
 
 
-@given(
-    worlds, schemes, st.sampled_from(MOVED), st.data(), st.lists(st.integers(1, 3), max_size=2).map(tuple)
-)
-def test_all_to_all_v(world: int, scheme: str, dtype: Any, data: st.DataObject, tail: tuple[int, ...]) -> None:
+@given(worlds, schemes, st.sampled_from(MOVED), st.data(), st.lists(st.integers(1, 3), max_size=2).map(tuple))
+def test_all_to_all_v(
+    world: int, scheme: str, dtype: Any, data: st.DataObject, tail: tuple[int, ...]
+) -> None:
     counts = data.draw(
-        st.lists(
-            st.lists(st.integers(0, 6), min_size=world, max_size=world), min_size=world, max_size=world
-        )
+        st.lists(st.lists(st.integers(0, 6), min_size=world, max_size=world), min_size=world, max_size=world)
     )
     budget = data.draw(st.sampled_from([None, 100]))
     inputs = [distinct(r, (sum(counts[r]), *tail), dtype) for r in range(world)]
@@ -188,9 +188,7 @@ async def test_operators(url: str, operator: str) -> None:
         result = await comm.all_reduce(inputs[comm.rank], operator)
         np.testing.assert_array_equal(result, OPERATORS[operator](inputs))
         shard = await comm.reduce_scatter(inputs[comm.rank], operator)
-        np.testing.assert_array_equal(
-            shard, OPERATORS[operator](inputs)[2 * comm.rank : 2 * comm.rank + 2]
-        )
+        np.testing.assert_array_equal(shard, OPERATORS[operator](inputs)[2 * comm.rank : 2 * comm.rank + 2])
 
     await run_ranks(3, body, url=url)
 
@@ -242,16 +240,16 @@ async def test_torch(url: str) -> None:
         half = torch.full((3,), 1 + comm.rank / 128, dtype=torch.bfloat16)
         gathered = await comm.all_gather_float(half)
         assert gathered.dtype == torch.bfloat16
-        assert torch.equal(gathered, torch.cat([torch.full((3,), 1 + r / 128, dtype=torch.bfloat16) for r in range(3)]))
+        assert torch.equal(
+            gathered, torch.cat([torch.full((3,), 1 + r / 128, dtype=torch.bfloat16) for r in range(3)])
+        )
         eight = torch.tensor([1.0, -2.0], dtype=torch.float8_e4m3fn)
         assert torch.equal((await comm.broadcast(eight, 2)).float(), eight.float())
         with pytest.raises(TensorContractError, match="float8"):
             await comm.all_reduce_sum(eight)
         flags = torch.tensor([True, False]).expand(3, 2)
         assert torch.equal(await comm.all_gather_int(flags), flags.repeat(3, 1))
-        value, counts = await comm.all_to_all_v_int(
-            torch.arange(6).to(torch.uint16).reshape(3, 2), [1, 1, 1]
-        )
+        value, counts = await comm.all_to_all_v_int(torch.arange(6).to(torch.uint16).reshape(3, 2), [1, 1, 1])
         assert value.dtype == torch.uint16
         assert counts == (1, 1, 1)
         scalar = await comm.all_reduce_sum(torch.tensor(2.0))
@@ -343,7 +341,9 @@ async def test_eight_ranks_in_memory() -> None:
 
     async def body(comm: AsyncCommunicator) -> None:
         assert same_bits(await comm.all_reduce_sum(inputs[comm.rank]), summed(inputs))
-        assert same_bits(await comm.reduce_scatter_sum(inputs[comm.rank]), summed(inputs)[comm.rank : comm.rank + 1])
+        assert same_bits(
+            await comm.reduce_scatter_sum(inputs[comm.rank]), summed(inputs)[comm.rank : comm.rank + 1]
+        )
         assert same_bits(await comm.all_gather(inputs[comm.rank]), np.concatenate(inputs))
         await comm.all_to_all(inputs[comm.rank])
 

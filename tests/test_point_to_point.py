@@ -106,7 +106,11 @@ async def test_receives_of_one_tag_are_served_in_order(url: str) -> None:
             await asyncio.sleep(0)
             receives[3].cancel()
             await comm.barrier()
-            got = [int(r[0]) for i, r in enumerate(await asyncio.gather(*receives, return_exceptions=True)) if i != 3]
+            got = [
+                int(r[0])
+                for i, r in enumerate(await asyncio.gather(*receives, return_exceptions=True))
+                if i != 3
+            ]
             assert got == list(range(9))
             assert receives[3].cancelled()
         else:

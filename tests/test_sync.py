@@ -42,7 +42,18 @@ def test_signatures_are_those_of_the_twin() -> None:
     for name in names:
         ours = inspect.signature(getattr(Operations, name))
         assert ours == inspect.signature(getattr(AsyncOperations, name)), name
-    for name in ("send", "recv", "split", "channel", "bounded", "stats", "describe", "explain", "abort", "close"):
+    for name in (
+        "send",
+        "recv",
+        "split",
+        "channel",
+        "bounded",
+        "stats",
+        "describe",
+        "explain",
+        "abort",
+        "close",
+    ):
         ours = inspect.signature(getattr(sync.Communicator, name)).parameters
         assert ours == inspect.signature(getattr(ruda_async.AsyncCommunicator, name)).parameters, name
 

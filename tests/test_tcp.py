@@ -43,7 +43,11 @@ async def test_addresses(host: str) -> None:
 
 
 async def test_unknown_host() -> None:
-    error = (await asyncio.gather(run_ranks(2, outcome, url="tcp://no-such-host.invalid:5/x"), return_exceptions=True))[0]
+    error = (
+        await asyncio.gather(
+            run_ranks(2, outcome, url="tcp://no-such-host.invalid:5/x"), return_exceptions=True
+        )
+    )[0]
     assert isinstance(error, ConfigError)
     assert "no-such-host.invalid" in str(error)
 

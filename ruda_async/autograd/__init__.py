@@ -10,12 +10,15 @@
 The functions here block and take a `ruda_async.sync.Communicator`; their awaitable twins are in
 `ruda_async.autograd.aio` and take an `AsyncCommunicator`, with ``await autograd.backward(loss)``.
 
-* Every rank has to enter the backward of a collective that one rank enters, in any order. Where a loss may
-  skip a collective, bind a `CollectiveScope`.
+* Every rank has to enter the backward of a collective that one rank enters. Where a loss may skip one, bind
+  a `CollectiveScope`.
+* Within one backward pass, calls that were in flight together forward may come in any order on each rank.
+  Passes that are run at once, in threads or tasks, may do so in any order too; one after the other, they wait
+  for each other like any blocking calls.
 * The n-th backward of a node (``retain_graph=True``) meets the n-th backward of that node on other ranks.
 * With `torch.utils.checkpoint`, recomputation repeats the forward collectives during backward, on the
-  communicator itself: ranks have to recompute their checkpointed parts in the same order, and no other thread may
-  use that communicator meanwhile. Use ``use_reentrant=False`` together with a scope.
+  communicator itself: ranks have to recompute their checkpointed parts in the same order, and no other thread
+  may use that communicator meanwhile. Use ``use_reentrant=False`` together with a scope.
 * Under `torch.compile` the calls are graph breaks. `torch.func` transforms are refused.
 * With ``torch.autograd.grad(…, inputs)`` or ``backward(inputs=…)`` torch runs only nodes on a way to the
   inputs, so the inputs must be alike on all ranks.

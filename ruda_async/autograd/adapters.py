@@ -1,4 +1,4 @@
-"""`differentiable(comm)`: the trait stack with gradients, so that code written against it trains unchanged."""
+"""`differentiable(comm)`: the trait stack with gradients, so that code written against it can train."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def _no_gradient(comm: AsyncCommunicator, name: str, values: Sequence[object]) -
     """Refuse to lose a gradient silently."""
     if any(isinstance(value, Tensor) and tracks(comm, value) and value.requires_grad for value in values):
         raise TensorContractError(
-            f"{name} has no gradient here, and would lose that of its input; pass value.detach(), or use one of "
-            "all_gather, reduce_scatter, all_reduce, broadcast, all_to_all_v and their *_dim forms"
+            f"{name} has no gradient here, and would lose that of its input; pass value.detach(), or use one "
+            "of all_gather, reduce_scatter, all_reduce, broadcast, all_to_all_v and their *_dim forms"
         )
 
 
@@ -36,7 +36,7 @@ class DifferentiableCommunicator:
 
     Satisfies every synchronous protocol of `ruda_async.traits`. Integers, numpy arrays, and all calls without
     tensors pass through. A call that has no gradient here refuses an input that needs one. `channel`,
-    `split`, `bounded` and `shrink` return wrapped communicators.
+    `split`, `bounded` and `shrink` return wrapped communicators; `start` is the plain one's.
 
     Attributes:
         plain: the communicator itself.
@@ -311,7 +311,9 @@ def differentiable(comm: object) -> Any: ...
 
 
 def differentiable(comm: object) -> Any:
-    """Wrap a communicator so that its calls on floating torch tensors carry gradients; a wrapper stays as it is.
+    """Wrap a communicator so that its calls on floating torch tensors carry gradients.
+
+    A wrapper is returned as it is.
 
     Raises:
         TypeError: not a communicator of this library.

@@ -3,6 +3,10 @@
 Names, arguments, results, gradients and errors are those of `ruda_async.autograd.functions`; a test holds
 the two files' signatures against each other. The loss's backward must not run on the event loop's
 thread: ``await ruda_async.autograd.backward(loss)``.
+
+Torch's grad mode belongs to the thread, not to the task: ``with torch.no_grad():`` around an ``await``
+switches it for every task of the loop, and leaves it switched where two such blocks overlap. A call looks at
+it when it starts; hold `torch.no_grad` around what runs without awaiting, or around the whole program.
 """
 
 from __future__ import annotations
@@ -54,8 +58,8 @@ def plain(comm: Any) -> AsyncCommunicator:
         return inner
     if isinstance(comm, Communicator) or isinstance(inner, Communicator):
         raise TypeError(
-            f"a coroutine was given the blocking communicator {inner or comm!r}; call the function of the same name "
-            "outside the `aio` module, or connect by `await ruda_async.connect`"
+            f"a coroutine was given the blocking communicator {inner or comm!r}; call the function of the "
+            "same name outside the `aio` module, or connect by `await ruda_async.connect`"
         )
     raise TypeError(f"not a communicator of ruda_async: {comm!r}")
 

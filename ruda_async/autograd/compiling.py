@@ -7,16 +7,33 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+import torch
+
 __all__ = ["eager"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_REASON = "a collective runs outside the graph"
+_frames: Any = torch._C._dynamo.eval_frame
+
 
 def eager(function: F) -> F:
-    """`torch.compiler.disable`, but without the seconds that importing torch's compiler takes.
+    """As `torch.compiler.disable`, but without importing the compiler, which takes seconds.
 
-    Where nobody has imported the compiler nothing can be compiled, and the function is called as it is.
+    The function is marked, so that a traced caller breaks off at the call and neither this frame nor those
+    below it are looked at. Where nothing is compiled it costs nothing.
     """
+    function.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_msg=_REASON)
+    try:
+        skip = _frames._FrameAction.SKIP
+        _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(skip, skip))
+    except AttributeError:  # an older torch
+        return _disabled_once_imported(function)
+    return function
+
+
+def _disabled_once_imported(function: F) -> F:
+    """Call `function` by way of torch's own switch from when somebody has imported the compiler."""
     disabled: list[Callable[..., Any]] = []
 
     @functools.wraps(function)
@@ -24,9 +41,8 @@ def eager(function: F) -> F:
         if "torch._dynamo" not in sys.modules:
             return function(*args, **options)
         if not disabled:
-            import torch
-
-            disabled.append(torch.compiler.disable(function, reason="a collective runs outside the graph"))
+            disable: Any = torch.compiler.disable
+            disabled.append(disable(function, reason=_REASON))
         return disabled[0](*args, **options)
 
     return cast(F, call)

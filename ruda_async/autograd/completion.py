@@ -18,22 +18,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from ..errors import TensorContractError
-from .engine import Ticket, keep
+from .engine import Call, keep
 
 if TYPE_CHECKING:
     from .scope import CollectiveScope
 
-__all__ = ["Ask", "Record", "Steps", "complete"]
+__all__ = ["Ask", "Steps", "complete"]
 
 #: Nodes of a graph that are walked between breaths: some 100 µs.
 _STRIDE = 256
-
-
-class Record(NamedTuple):
-    """One differentiable collective since the scope's last completion."""
-
-    ticket: Ticket
-    tie: Tensor  # a scalar output of its node, which no user sees, so nothing can be done to it
 
 
 class Ask(NamedTuple):
@@ -70,59 +63,64 @@ class _Reach:
                 yield None
 
 
+def _token(call: Call) -> Tensor:
+    assert call.token is not None  # a recorded call keeps its token
+    return call.token
+
+
 class _Ballot:
     """One scope's part in one completion."""
 
-    def __init__(self, scope: CollectiveScope, records: Iterable[Record]) -> None:
+    def __init__(self, scope: CollectiveScope, calls: Iterable[Call]) -> None:
         self.scope = scope
         # By name, since backward passes (create_graph) may have added theirs in another order elsewhere.
-        self.records = sorted(records, key=lambda record: record.ticket.path)
-        names = "\n".join(record.ticket.path for record in self.records)
+        self.calls = sorted(calls, key=lambda call: call.path)
+        names = "\n".join(call.path for call in self.calls)
         self.digest = zlib.crc32(names.encode())
         self.tracked: int | None = None
 
     def vote(self, reach: _Reach) -> list[Any]:
         reached = tracks = 0
-        for i, (ticket, tie) in enumerate(self.records):
-            reached |= (tie.grad_fn in reach.nodes) << i
-            tracks |= ticket.tracks << i
-        return ["mask", len(self.records), self.digest, self._packed(reached), self._packed(tracks)]
+        for i, call in enumerate(self.calls):
+            reached |= (_token(call).grad_fn in reach.nodes) << i
+            tracks |= call.tracks << i
+        return ["mask", len(self.calls), self.digest, self._packed(reached), self._packed(tracks)]
 
     def _packed(self, bits: int) -> bytes:
-        return bits.to_bytes((len(self.records) + 7) // 8, "little")
+        return bits.to_bytes((len(self.calls) + 7) // 8, "little")
 
-    def missing(self, votes: list[Any], rank: int) -> tuple[list[Record], bool]:
-        """The nodes to keep in this rank's graph, and whether any rank has some to keep in its own."""
+    def missing(self, votes: list[Any], rank: int) -> tuple[list[Tensor], bool]:
+        """The tokens to keep in this rank's graph, and whether any rank has some to keep in its own."""
         self._check(votes, rank)
         reached = [int.from_bytes(vote[3], "little") for vote in votes]
         if self.tracked is None:  # what is tracked does not change from vote to vote
             self.tracked = 0
             for vote in votes:
                 self.tracked |= int.from_bytes(vote[4], "little")
-            for i, record in enumerate(self.records):
-                record.ticket.inert = not self.tracked >> i & 1
+            for i, call in enumerate(self.calls):
+                call.inert = not self.tracked >> i & 1
         needed = 0
         for bits in reached:
             needed |= bits
         needed &= self.tracked
         here = needed & ~reached[rank]
         anywhere = any(needed & ~bits for bits in reached)
-        return [record for i, record in enumerate(self.records) if here >> i & 1], anywhere
+        return [_token(call) for i, call in enumerate(self.calls) if here >> i & 1], anywhere
 
     def _check(self, votes: list[Any], rank: int) -> None:
         mine = votes[rank]
         for other, vote in enumerate(votes):
             if vote[0] != mine[0]:
                 raise TensorContractError(
-                    f"rank {rank} and rank {other} complete different scopes together; give complete_scopes every "
-                    "scope of this rank's groups, on every rank",
+                    f"rank {rank} and rank {other} complete different scopes together; give complete_scopes "
+                    "every scope of this rank's groups, on every rank",
                     rank=other,
                 )
             if vote[0] == "mask" and vote[1:3] != mine[1:3]:
                 raise TensorContractError(
-                    f"rank {rank} recorded {mine[1]} differentiable collectives in this scope and rank {other} "
-                    f"{vote[1]}, or others; every rank has to make the same calls, with grad mode on, "
-                    "between two completions",
+                    f"rank {rank} recorded {mine[1]} differentiable collectives in this scope and rank "
+                    f"{other} {vote[1]}, or others; every rank has to make the same calls, with grad mode "
+                    "on, between two completions",
                     rank=other,
                 )
 
@@ -134,10 +132,21 @@ def complete(loss: Tensor, scopes: list[CollectiveScope], *, alone: bool) -> Ste
         alone: the one scope is all there is on every rank (no other groups to agree with).
     """
     ballots = [_Ballot(scope, scope._take()) for scope in scopes]
-    rounds = 0 if alone else (yield from _distance(scopes))
+    try:
+        tokens = yield from _settle(loss, ballots, alone)
+    finally:
+        for ballot in ballots:
+            for call in ballot.calls:
+                call.token = None  # ends the circle from a call over its node back to it
+    return keep(loss, *tokens) if tokens else loss
+
+
+def _settle(loss: Tensor, ballots: list[_Ballot], alone: bool) -> Generator[Ask | None, Any, list[Tensor]]:
+    """Vote until nobody adds anything; the tokens to keep in this rank's graph."""
+    rounds = 0 if alone else (yield from _distance([ballot.scope for ballot in ballots]))
     reach = _Reach()
     yield from reach.add(loss.grad_fn)
-    ties: list[Tensor] = []
+    tokens: list[Tensor] = []
     again = True
     while again:
         again = False
@@ -145,24 +154,24 @@ def complete(loss: Tensor, scopes: list[CollectiveScope], *, alone: bool) -> Ste
             votes = yield Ask(ballot.scope, ballot.vote(reach))
             missing, anywhere = ballot.missing(votes, ballot.scope.rank)
             again = again or anywhere
-            for _, tie in missing:
-                ties.append(tie)
-                yield from reach.add(tie.grad_fn)
+            for token in missing:
+                tokens.append(token)
+                yield from reach.add(token.grad_fn)
         for _ in range(rounds):  # let word of a change go round by way of the groups that ranks share
             heard = again
             for ballot in ballots:
                 flags = yield Ask(ballot.scope, ["again", again])
                 heard = heard or _flagged(flags, ballot.scope.rank)
             again = heard
-    return keep(loss, *ties) if ties else loss
+    return tokens
 
 
 def _flagged(flags: list[Any], rank: int) -> bool:
     for other, (kind, *_) in enumerate(flags):
         if kind != "again":
             raise TensorContractError(
-                f"rank {rank} and rank {other} complete different scopes together; give complete_scopes every "
-                "scope of this rank's groups, on every rank",
+                f"rank {rank} and rank {other} complete different scopes together; give complete_scopes "
+                "every scope of this rank's groups, on every rank",
                 rank=other,
             )
     return any(flag for _, flag in flags)
@@ -189,8 +198,8 @@ def _distance(scopes: list[CollectiveScope]) -> Generator[Ask | None, Any, int]:
             for other, (kind, *content) in enumerate(answers):
                 if kind != "groups":
                     raise TensorContractError(
-                        f"rank {scope.rank} calls complete_scopes and rank {other} scope.complete; call the same "
-                        "on every rank",
+                        f"rank {scope.rank} calls complete_scopes and rank {other} scope.complete; call the "
+                        "same on every rank",
                         rank=other,
                     )
                 for rank, groups in content[0]:

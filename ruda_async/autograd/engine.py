@@ -1,21 +1,25 @@
-"""How one collective becomes one node of torch's graph.
+"""How one collective becomes part of torch's graph.
 
-The collective runs first, on plain tensors, blocking or awaited; its result is then given a `grad_fn` by a
-`torch.autograd.Function` that computes nothing. So the synchronous and the asynchronous forms share all
-of this, and without gradients neither pays for it.
+A call makes two nodes: `_Entry` when it starts and `_Exit` when it is done. Backward meets them the other way
+round: at `_Exit` the gradient's collective is started, at `_Entry` it is waited for. Torch runs the nodes
+of one thread in the exact reverse of the order in which they were made, so a backward pass is its forward
+pass in reversed time, and it cannot deadlock where forward did not: a rank that had several calls in flight,
+in whatever order, has their gradients in flight too.
 
 Backward runs on a channel of its own, named after the forward call's sequence number, which is the same
-on all ranks because calls match by it; ranks may therefore reach backward nodes in any order. A node
-that is run again (``retain_graph``) takes the next name, and what a backward adds to the graph
-(``create_graph``) is named below its own: ``backward 17.0``, ``backward 17.1``, ``backward 17.0/0.0``.
+on all ranks because calls match by it. A node that is run again (``retain_graph``) takes the next name,
+and what a backward adds to the graph (``create_graph``) is named below its own: ``backward 17.0``,
+``backward 17.1``, ``backward 17.0/0.0``.
+
+The collective itself runs on plain tensors, blocking or awaited, so both forms share all of this.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,12 +30,12 @@ from ..communicator import AsyncCommunicator
 from ..errors import TensorContractError
 from ..sync import Communicator
 from .rules import Rule
-from .waiting import waiter
+from .waiting import Lane
 
 if TYPE_CHECKING:
     from .scope import CollectiveScope
 
-__all__ = ["Ticket", "attach", "keep", "run", "run_async", "scope_of", "tracks"]
+__all__ = ["Call", "keep", "run", "run_async", "scope_of", "tracks"]
 
 #: The scope that records each channel's differentiable collectives.
 scopes: weakref.WeakKeyDictionary[Channel, CollectiveScope] = weakref.WeakKeyDictionary()
@@ -43,62 +47,112 @@ _regions_lock = threading.Lock()
 #: A leaf that makes a node part of the graph on a rank whose own input needs no gradient.
 _anchor = torch.zeros((), requires_grad=True)
 
-Wait = Callable[[Coroutine[Any, Any, Any]], Any]
+_graph_task = torch._C._current_graph_task_id
 
 
-class Ticket:
-    """What a backward node needs to know.
+class Call:
+    """One differentiable call, and what its backward needs to know.
 
     Attributes:
-        comm: the communicator of the forward call.
-        wait: runs a coroutine of `comm` from autograd's thread.
-        path: the node's name, the same on all ranks.
-        inert: whether ranks agreed (see `scope`) that no rank needs this node's gradient.
+        path: the call's name, the same on all ranks.
+        token: a scalar that leads from the exit to the entry in the graph. No user sees it, so nothing
+            can be done to it; who depends on it enters the call's backward.
         tracks: whether this rank's own input needs the gradient.
+        inert: whether ranks agreed (see `scope`) that no rank needs it.
     """
 
-    __slots__ = ("comm", "inert", "path", "rule", "runs", "scope", "timeout", "tracks", "wait")
+    __slots__ = (
+        "_like",
+        "_runs",
+        "_started",
+        "inert",
+        "lane",
+        "path",
+        "rule",
+        "scope",
+        "timeout",
+        "token",
+        "tracks",
+    )
 
     def __init__(
-        self,
-        comm: AsyncCommunicator,
-        wait: Wait,
-        path: str,
-        rule: Rule,
-        timeout: float | None,
-        scope: CollectiveScope | None,
+        self, lane: Lane, rule: Rule, value: Tensor, timeout: float | None, scope: CollectiveScope | None
     ) -> None:
-        self.comm = comm
-        self.wait = wait
-        self.path = path
+        self.lane = lane
         self.rule = rule
         self.timeout = timeout
         self.scope = scope
+        self.path = ""
         self.inert = False
-        self.tracks = True
-        self.runs = 0
+        self.tracks = value.requires_grad
+        self._like: tuple[torch.Size, torch.dtype, torch.device]
+        self._runs = 0
+        #: Backward passes that have left the exit and not reached the entry, by the pass's number.
+        self._started: dict[int, _Flight] = {}
+        anchor = None if self.tracks else _anchor
+        self.token: Tensor | None = _tracked(_Entry, value, anchor, self)
 
-    def backward(self, gradient: Tensor) -> Tensor | None:
-        """Carry the output's gradient to the input, together with all ranks."""
-        if self.inert:
-            return None
-        path = f"{self.path}.{self.runs}"
-        self.runs += 1
+    def finish(self, path: str, result: Tensor) -> Tensor:
+        """`result` as the call's output in the graph."""
+        self.path = path
+        self._like = (result.shape, result.dtype, result.device)
+        output = _tracked(_Exit, self.token, self, [result])
+        if self.scope is not None:
+            self.scope._record(self)
+        else:
+            self.token = None
+        return output
 
-        def step(rule: Rule, gradient: Tensor) -> Tensor:
-            comm = self.comm
-            if rule.communicates:
-                result: Tensor = self.wait(_on_channel(comm, path, rule, gradient.detach(), self.timeout))
-            else:
-                result = rule.local(gradient.detach(), comm.rank, comm.world_size)
-            if not torch.is_grad_enabled():
-                return result
-            # With create_graph the others may differentiate this again even where our gradient is
-            # a constant, so the node is made in any case.
-            ticket = Ticket(comm, self.wait, f"{path}/0", rule, self.timeout, self.scope)
-            return attach(gradient, result, ticket, record=self.scope is not None)
+    def start(self, gradient: Tensor) -> None:
+        """Send the output's gradient on its way."""
+        path = f"{self.path}.{self._runs}"
+        self._runs += 1
+        self._started[_graph_task()] = _Flight(self, path, gradient)
 
-        return self.rule.backward(step, gradient, self.comm.world_size)
+    def gradient(self) -> Tensor:
+        """The input's gradient, once it is there."""
+        task = _graph_task()
+        if task not in self._started:  # this rank's loss does not depend on the output
+            shape, dtype, device = self._like
+            self.start(torch.zeros(shape, dtype=dtype, device=device))
+        return self._started.pop(task).land()
+
+
+def _tracked(function: Any, *args: Any) -> Tensor:
+    """Apply `function` with grad mode on: another rank may track, and this one have agreed to, without."""
+    if torch.is_grad_enabled():
+        return function.apply(*args)  # type: ignore[no-any-return]
+    with torch.enable_grad():
+        return function.apply(*args)  # type: ignore[no-any-return]
+
+
+class _Flight:
+    """The backward collective of one call, in one backward pass."""
+
+    __slots__ = ("_call", "_future", "_next", "_path", "_result", "_value")
+
+    def __init__(self, call: Call, path: str, gradient: Tensor) -> None:
+        inner = call.lane.inner
+        rule, value = call.rule.transposed(gradient, inner.world_size)
+        self._call = call
+        self._path = path
+        #: Held, lest torch take its memory for a leaf's gradient and add to it while it is being sent.
+        self._value = (gradient, value)
+        # With create_graph the others may differentiate this again even where our gradient is a
+        # constant, so the nodes are made in any case.
+        self._next: Call | None = None
+        if torch.is_grad_enabled():
+            self._next = Call(call.lane, rule, value, call.timeout, call.scope)
+        self._future: concurrent.futures.Future[Tensor] | None = None
+        if rule.communicates:
+            self._future = call.lane.start(_on_channel(inner, path, rule, value.detach(), call.timeout))
+        else:
+            self._result = rule.local(value.detach(), inner.rank, inner.world_size)
+
+    def land(self) -> Tensor:
+        if self._future is not None:
+            self._result = self._call.lane.wait(self._future)
+        return self._result if self._next is None else self._next.finish(f"{self._path}/0", self._result)
 
 
 async def _on_channel(
@@ -111,54 +165,58 @@ async def _on_channel(
         await channel.close()
 
 
-class CollectiveBackward(torch.autograd.Function):
-    """Gives a finished collective's result its node; see the module's text."""
+class _Entry(torch.autograd.Function):
+    """From a call's input to its token."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, value: Tensor, anchor: Tensor | None, ticket: Ticket, result: list[Tensor], tied: bool
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        ctx.ticket = ticket
-        # A list, because an input that is returned as it is would count as a view of itself.
-        return (result.pop(), torch.zeros(())) if tied else result.pop()
+    def forward(ctx: Any, value: Tensor, anchor: Tensor | None, call: Call) -> Tensor:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return value.new_empty(())  # on the input's device, so that torch runs both nodes on one stream
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None, None]:
-        return ctx.ticket.backward(gradients[0]), None, None, None, None
+    def backward(ctx: Any, nothing: None) -> tuple[Tensor | None, None, None]:
+        call: Call = ctx.call
+        return (None if call.inert else call.gradient()), None, None
 
 
-class Keep(torch.autograd.Function):
-    """The first input, with the nodes of the others kept in its graph: they get a gradient of zero."""
+class _Exit(torch.autograd.Function):
+    """From a call's token to its output, which was computed already."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, *others: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, token: Tensor, call: Call, box: list[Tensor]) -> Tensor:
+        ctx.call = call
+        result = box.pop()
+        # Fresh memory, even where an operation made it a view (of its own buffer): editing it is harmless.
+        return result.data if call.rule.communicates and result._is_view() else result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        call: Call = ctx.call
+        if not call.inert:
+            call.start(gradient)
+        return None, None, None  # torch goes on to the entry all the same
+
+
+class _Keep(torch.autograd.Function):
+    """The first input, with the nodes of the others kept in its graph."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, *others: Tensor) -> Tensor:
         ctx.others = len(others)
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        # Torch still runs a node whose gradient is None, and makes zeros of it there. So nothing is
-        # ever multiplied by 0, which would turn a NaN or an infinity into a NaN.
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        # Torch runs the nodes of a gradient that is None too. So nothing is ever multiplied by 0, which would
+        # turn a NaN or an infinity into a NaN.
         return (gradient, *(None,) * ctx.others)
 
 
 def keep(value: Tensor, *others: Tensor) -> Tensor:
-    """`value`, to the bit, whose backward also enters the nodes of `others`, with zeros."""
-    kept: Tensor = Keep.apply(value, *others)  # type: ignore[no-untyped-call]
+    """`value`, to the bit, whose backward also enters the nodes of `others`, and adds nothing there."""
+    kept: Tensor = _Keep.apply(value, *others)  # type: ignore[no-untyped-call]
     return kept
-
-
-def attach(value: Tensor, result: Tensor, ticket: Ticket, *, record: bool) -> Tensor:
-    """`result` as a function of `value` in the graph, whether `value` needs a gradient or not."""
-    ticket.tracks = value.requires_grad
-    anchor = None if ticket.tracks else _anchor
-    node: Any = CollectiveBackward.apply(value, anchor, ticket, [result], record)  # type: ignore[no-untyped-call]
-    if not record:
-        return node  # type: ignore[no-any-return]
-    output, tie = node
-    assert ticket.scope is not None
-    ticket.scope._record(ticket, tie)
-    return output  # type: ignore[no-any-return]
 
 
 # ---------------------------------------------------------------------- forward
@@ -172,9 +230,9 @@ def scope_of(comm: AsyncCommunicator) -> CollectiveScope | None:
 def _refuse_transforms(value: object) -> None:
     if isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
         raise TensorContractError(
-            "collectives do not run under torch.func transforms (vmap, grad, vjp, jvp): a transform's tensor has "
-            "no memory to send; call loss.backward() or torch.autograd.grad, and move vmap inside, around "
-            "the computation between collectives"
+            "collectives do not run under torch.func transforms (vmap, grad, vjp, jvp): a transform's tensor "
+            "has no memory to send; call loss.backward() or torch.autograd.grad, and move vmap inside, "
+            "around the computation between collectives"
         )
 
 
@@ -188,17 +246,11 @@ def tracks(comm: AsyncCommunicator, value: object, force: bool = False) -> bool:
     return torch.is_grad_enabled() and (value.requires_grad or scope_of(comm) is not None)
 
 
-def _finish(
-    comm: AsyncCommunicator, wait: Wait, path: str, rule: Rule, timeout: float | None, value: Tensor, result: Tensor
-) -> Tensor:
-    scope = scope_of(comm)
-    # Forward calls during a backward pass are a checkpoint's recomputation: their nodes are thrown away.
-    record = scope is not None and torch._C._current_graph_task_id() == -1
-    ticket = Ticket(comm, wait, path, rule, timeout, scope if record else None)
-    if torch.is_grad_enabled():
-        return attach(value, result, ticket, record=record)
-    with torch.enable_grad():  # another rank tracks, and this one agreed to
-        return attach(value, result, ticket, record=record)
+def _begin(comm: Communicator | AsyncCommunicator, rule: Rule, value: Tensor, timeout: float | None) -> Call:
+    lane = Lane(comm)
+    scope = scope_of(lane.inner)
+    # Calls during a backward pass are a checkpoint's recomputation: their nodes are thrown away.
+    return Call(lane, rule, value, timeout, scope if _graph_task() == -1 else None)
 
 
 async def _numbered(
@@ -221,11 +273,10 @@ def run(comm: Communicator, rule: Rule, value: Tensor, timeout: float | None, fo
         if rule.communicates:
             return comm._wait(rule.run(inner, value, timeout))
         return rule.local(value, inner.rank, inner.world_size)
+    call = _begin(comm, rule, value, timeout)
     if rule.communicates:
-        path, result = comm._wait(_numbered(inner, rule, value, timeout))
-    else:
-        path, result = _region(inner), rule.local(value.detach(), inner.rank, inner.world_size)
-    return _finish(inner, comm._wait, path, rule, timeout, value, result)
+        return call.finish(*comm._wait(_numbered(inner, rule, value, timeout)))
+    return call.finish(_region(inner), rule.local(value.detach(), inner.rank, inner.world_size))
 
 
 async def run_async(
@@ -234,8 +285,7 @@ async def run_async(
     """As `run`, awaited."""
     if not tracks(comm, value, force):
         return await rule.run(comm, value, timeout)
+    call = _begin(comm, rule, value, timeout)
     if rule.communicates:
-        path, result = await _numbered(comm, rule, value, timeout)
-    else:
-        path, result = _region(comm), rule.local(value.detach(), comm.rank, comm.world_size)
-    return _finish(comm, waiter(comm), path, rule, timeout, value, result)
+        return call.finish(*await _numbered(comm, rule, value, timeout))
+    return call.finish(_region(comm), rule.local(value.detach(), comm.rank, comm.world_size))

@@ -62,8 +62,8 @@ def plain(comm: Any) -> Communicator:
         return inner
     if isinstance(comm, AsyncCommunicator) or isinstance(inner, AsyncCommunicator):
         raise TypeError(
-            f"a blocking function was given the asynchronous communicator {inner or comm!r}; await the function "
-            "of the same name in the `aio` module, or connect by ruda_async.sync.connect"
+            f"a blocking function was given the asynchronous communicator {inner or comm!r}; await the "
+            "function of the same name in the `aio` module, or connect by ruda_async.sync.connect"
         )
     raise TypeError(f"not a communicator of ruda_async: {comm!r}")
 

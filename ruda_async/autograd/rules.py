@@ -10,7 +10,7 @@ its place in the operations that need no messages in one direction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol, cast
 
 import torch
@@ -34,9 +34,6 @@ __all__ = [
     "ScatterTo",
 ]
 
-#: Carry a gradient back by another rule: ``step(rule, gradient)``.
-Step = Callable[["Rule", Tensor], Tensor]
-
 
 class Rule(Protocol):
     """One call of one operation."""
@@ -52,8 +49,8 @@ class Rule(Protocol):
         """The result of an operation that needs no messages."""
         ...
 
-    def backward(self, step: Step, gradient: Tensor, size: int) -> Tensor:
-        """The input's gradient from the output's."""
+    def transposed(self, gradient: Tensor, size: int) -> tuple[Rule, Tensor]:
+        """The call, and its input, that give the input's gradient from the output's."""
         ...
 
 
@@ -90,8 +87,8 @@ class AllGather(_Remote):
             return cast(Tensor, await getattr(comm, self.name)(value, timeout=timeout))
         return await comm.all_gather_dim(value, self.dim, timeout=timeout)
 
-    def backward(self, step: Step, gradient: Tensor, size: int) -> Tensor:
-        return step(ReduceScatter("sum", self.dim), gradient)
+    def transposed(self, gradient: Tensor, size: int) -> tuple[Rule, Tensor]:
+        return ReduceScatter("sum", self.dim), gradient
 
 
 class ReduceScatter(_Remote):
@@ -110,8 +107,8 @@ class ReduceScatter(_Remote):
             return await comm.reduce_scatter_sum(value, timeout=timeout)
         return await comm.reduce_scatter(value, self.op, timeout=timeout)
 
-    def backward(self, step: Step, gradient: Tensor, size: int) -> Tensor:
-        return step(AllGather(self.dim), gradient if self.op == "sum" else gradient / size)
+    def transposed(self, gradient: Tensor, size: int) -> tuple[Rule, Tensor]:
+        return AllGather(self.dim), gradient if self.op == "sum" else gradient / size
 
 
 class AllReduce(_Remote):
@@ -127,8 +124,8 @@ class AllReduce(_Remote):
             return await comm.all_reduce_sum(value, timeout=timeout)
         return await comm.all_reduce(value, self.op, timeout=timeout)
 
-    def backward(self, step: Step, gradient: Tensor, size: int) -> Tensor:
-        return step(AllReduce(self.op), gradient)
+    def transposed(self, gradient: Tensor, size: int) -> tuple[Rule, Tensor]:
+        return AllReduce(self.op), gradient
 
 
 class Broadcast(_Remote):
@@ -143,8 +140,8 @@ class Broadcast(_Remote):
     async def run(self, comm: AsyncCommunicator, value: Tensor, timeout: float | None) -> Tensor:
         return cast(Tensor, await getattr(comm, self.name)(value, self.root, timeout=timeout))
 
-    def backward(self, step: Step, gradient: Tensor, size: int) -> Tensor:
-        return step(ReduceTo(self.root), gradient)
+    def transposed(self, gradient: Tensor, size: int) -> tuple[Rule, Tensor]:
+        return ReduceTo(self.root), gradient
 
 
 class ReduceTo(_Remote):
@@ -159,8 +156,8 @@ class ReduceTo(_Remote):
         total = await comm.reduce(value, self.root, "sum", timeout=timeout)
         return torch.zeros_like(value) if total is None else total
 
-    def backward(self, step: Step, gradient: Tensor, size: int) -> Tensor:
-        return step(Broadcast(self.root), gradient)
+    def transposed(self, gradient: Tensor, size: int) -> tuple[Rule, Tensor]:
+        return Broadcast(self.root), gradient
 
 
 class AllToAll(_Remote):
@@ -175,8 +172,8 @@ class AllToAll(_Remote):
     async def run(self, comm: AsyncCommunicator, value: Tensor, timeout: float | None) -> Tensor:
         return await comm.all_to_all_dim(value, self.split_dim, self.concat_dim, timeout=timeout)
 
-    def backward(self, step: Step, gradient: Tensor, size: int) -> Tensor:
-        return step(AllToAll(self.concat_dim, self.split_dim), gradient)
+    def transposed(self, gradient: Tensor, size: int) -> tuple[Rule, Tensor]:
+        return AllToAll(self.concat_dim, self.split_dim), gradient
 
 
 class AllToAllV(_Remote):
@@ -194,8 +191,8 @@ class AllToAllV(_Remote):
         self.receive_counts = exchange.receive_counts
         return cast(Tensor, exchange.value)
 
-    def backward(self, step: Step, gradient: Tensor, size: int) -> Tensor:
-        return step(AllToAllV(self.receive_counts), gradient)
+    def transposed(self, gradient: Tensor, size: int) -> tuple[Rule, Tensor]:
+        return AllToAllV(self.receive_counts), gradient
 
 
 # ---------------------------------------------------------------------- tensor-parallel regions
@@ -209,8 +206,8 @@ class CopyTo(_Local):
     def local(self, value: Tensor, rank: int, size: int) -> Tensor:
         return value.view_as(value)
 
-    def backward(self, step: Step, gradient: Tensor, size: int) -> Tensor:
-        return step(ReduceFrom(), gradient)
+    def transposed(self, gradient: Tensor, size: int) -> tuple[Rule, Tensor]:
+        return ReduceFrom(), gradient
 
 
 class ReduceFrom(_Remote):
@@ -221,8 +218,8 @@ class ReduceFrom(_Remote):
     async def run(self, comm: AsyncCommunicator, value: Tensor, timeout: float | None) -> Tensor:
         return await comm.all_reduce_sum(value, timeout=timeout)
 
-    def backward(self, step: Step, gradient: Tensor, size: int) -> Tensor:
-        return step(CopyTo(), gradient)
+    def transposed(self, gradient: Tensor, size: int) -> tuple[Rule, Tensor]:
+        return CopyTo(), gradient
 
 
 class ScatterTo(_Local):
@@ -250,8 +247,8 @@ class ScatterTo(_Local):
         shard = length // size
         return value.narrow(self.dim, rank * shard, shard)
 
-    def backward(self, step: Step, gradient: Tensor, size: int) -> Tensor:
-        return step(GatherFrom(self.dim), gradient)
+    def transposed(self, gradient: Tensor, size: int) -> tuple[Rule, Tensor]:
+        return GatherFrom(self.dim), gradient
 
 
 class GatherFrom(_Remote):
@@ -265,6 +262,5 @@ class GatherFrom(_Remote):
     async def run(self, comm: AsyncCommunicator, value: Tensor, timeout: float | None) -> Tensor:
         return await comm.all_gather_dim(value, self.dim, timeout=timeout)
 
-    def backward(self, step: Step, gradient: Tensor, size: int) -> Tensor:
-        return step(ScatterTo(self.dim), gradient)
-
+    def transposed(self, gradient: Tensor, size: int) -> tuple[Rule, Tensor]:
+        return ScatterTo(self.dim), gradient

@@ -23,8 +23,8 @@ from ..communicator import AsyncCommunicator
 from ..errors import RudaError
 from ..sync import Communicator
 from .compiling import eager
-from .completion import Ask, Record, Steps, complete
-from .engine import Ticket, scopes
+from .completion import Ask, Steps, complete
+from .engine import Call, scopes
 
 __all__ = ["CollectiveScope", "complete_scopes", "complete_scopes_async"]
 
@@ -44,7 +44,7 @@ class CollectiveScope:
 
     def __init__(self) -> None:
         self._comm: Communicator | AsyncCommunicator | None = None
-        self._records: list[Record] = []
+        self._calls: list[Call] = []
 
     def bind(self, comm: C) -> Any:
         """Record the calls of `comm` from now on; returns its differentiable wrapper.
@@ -63,8 +63,8 @@ class CollectiveScope:
         plain: Communicator | AsyncCommunicator = wrapper.plain
         if self._comm is not None and _inner(self._comm)._channel is not _inner(plain)._channel:
             raise RudaError(
-                f"this scope is bound to {self._comm!r} and cannot record {plain!r} too; use a scope for each, "
-                "and complete_scopes"
+                f"this scope is bound to {self._comm!r} and cannot record {plain!r} too; use a scope for "
+                "each, and complete_scopes"
             )
         self._comm = plain
         scopes[_inner(plain)._channel] = self
@@ -77,7 +77,7 @@ class CollectiveScope:
             if scopes.get(channel) is self:
                 del scopes[channel]
         self._comm = None
-        self._records = []
+        self._calls = []
 
     def __enter__(self) -> CollectiveScope:
         return self
@@ -113,16 +113,16 @@ class CollectiveScope:
 
     # ------------------------------------------------------------------ for the protocol
 
-    def _record(self, ticket: Ticket, tie: Tensor) -> None:
-        self._records.append(Record(ticket, tie))
+    def _record(self, call: Call) -> None:
+        self._calls.append(call)
 
-    def _take(self) -> list[Record]:
-        records, self._records = self._records, []
-        return records
+    def _take(self) -> list[Call]:
+        calls, self._calls = self._calls, []
+        return calls
 
     def _bound(self) -> Communicator | AsyncCommunicator:
         if self._comm is None:
-            raise RudaError("this CollectiveScope is not bound; call scope.bind(comm) before the forward pass")
+            raise RudaError("this CollectiveScope is not bound; call scope.bind(comm) before forward")
         return self._comm
 
     @property
@@ -157,7 +157,7 @@ def _sorted(given: Iterable[CollectiveScope]) -> list[CollectiveScope]:
 def complete_scopes(loss: Tensor, given: Iterable[CollectiveScope]) -> Tensor:
     """`CollectiveScope.complete` for several scopes whose groups overlap, such as a grid's rows and columns.
 
-    A collective of one group can depend on one of another, so the votes go round until no group adds anything.
+    A collective of one group can depend on one of another, so votes go round until no group adds anything.
 
     Args:
         loss: this rank's loss.

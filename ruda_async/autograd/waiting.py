@@ -1,7 +1,7 @@
 """Where autograd's threads meet the event loop.
 
 Torch calls backward on whatever thread it likes; collectives are coroutines of one loop. A backward node
-therefore submits its collective to the loop and waits in its own thread. The loop itself never waits for
+therefore submits its collective to the loop, and waits in its own thread. The loop itself never waits for
 autograd: on its thread a wait would be for ever, so it is refused, and `backward` runs the whole pass in a
 thread of its own.
 """
@@ -18,10 +18,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..background import BackgroundLoop
 from ..communicator import AsyncCommunicator
 from ..errors import CollectiveCancelledError, CollectiveTimeoutError, RudaError
+from ..sync import Communicator
 
-__all__ = ["BlockedLoopError", "backward", "in_thread", "waiter"]
+__all__ = ["BlockedLoopError", "Lane", "backward", "in_thread"]
 
 R = TypeVar("R")
 
@@ -57,43 +59,77 @@ class _Flight:
             future.cancel()
 
 
-def waiter(comm: AsyncCommunicator) -> Callable[[Coroutine[Any, Any, R]], R]:
-    """A function that runs a coroutine on `comm`'s loop from any other thread and waits for it."""
-    loop = comm._node.loop
+class Lane:
+    """The way from any thread to a communicator's event loop.
 
-    def wait(call: Coroutine[Any, Any, R]) -> R:
-        if asyncio._get_running_loop() is loop:
-            call.close()
-            raise BlockedLoopError(
-                f"rank {comm.rank} of {comm.world_size}: loss.backward() on the event loop of an AsyncCommunicator "
-                "would wait for ever, since its collectives run on that loop; write "
-                "`await ruda_async.autograd.backward(loss)`"
-            )
-        future = asyncio.run_coroutine_threadsafe(call, loop)
+    Attributes:
+        inner: the asynchronous communicator.
+    """
+
+    __slots__ = ("_background", "inner")
+
+    def __init__(self, comm: Communicator | AsyncCommunicator) -> None:
+        if isinstance(comm, Communicator):
+            self.inner = comm._inner
+            self._background: BackgroundLoop | None = comm._loop
+        else:
+            self.inner = comm
+            self._background = None
+
+    def start(self, call: Coroutine[Any, Any, R]) -> concurrent.futures.Future[R]:
+        """Submit `call`; does not wait.
+
+        Raises:
+            BlockedLoopError: this thread runs the loop.
+        """
+        if self._background is not None:
+            future = self._background._submit(call)
+        else:
+            loop = self.inner._node.loop
+            if asyncio._get_running_loop() is loop:
+                call.close()
+                raise BlockedLoopError(
+                    f"{self._where()}: loss.backward() on the event loop of an AsyncCommunicator would wait "
+                    "for ever, since its collectives run on that loop; write "
+                    "`await ruda_async.autograd.backward(loss)`"
+                )
+            future = asyncio.run_coroutine_threadsafe(call, loop)
         flight = _flight.get()
         if flight is not None:
             flight.add(future)
+        return future
+
+    def wait(self, future: concurrent.futures.Future[R]) -> R:
+        """The result of a started call.
+
+        Raises:
+            RudaError: the call failed.
+        """
         # The call's own deadline passes first, unless its loop is blocked, for instance by a backward pass
-        # that torch runs on a device thread while the loop's thread waits for it.
-        limit = 2 * comm.timeout + 5
+        # that torch runs on a device's thread while the loop's thread waits for it.
+        limit = 2 * self.inner.timeout + 5
         try:
             return future.result(limit)
         except concurrent.futures.CancelledError:
             raise CollectiveCancelledError(
-                f"rank {comm.rank} of {comm.world_size}: the task that awaited this backward pass was cancelled",
-                rank=comm.rank,
+                f"{self._where()}: this backward pass was cancelled, or its communicator closed",
+                rank=self.inner.rank,
             ) from None
         except concurrent.futures.TimeoutError:
             if future.done():
                 raise  # the call's own
             future.cancel()
             raise CollectiveTimeoutError(
-                f"rank {comm.rank} of {comm.world_size}: the communicator's event loop did not run a backward "
-                f"collective within {limit:g} s; do not block it, and use `await ruda_async.autograd.backward(loss)`",
-                rank=comm.rank,
+                f"{self._where()}: the communicator's event loop did not run a backward collective within "
+                f"{limit:g} s; do not block it, and use `await ruda_async.autograd.backward(loss)`",
+                rank=self.inner.rank,
             ) from None
+        except BaseException:
+            future.cancel()  # an interrupt; without effect where the call itself failed
+            raise
 
-    return wait
+    def _where(self) -> str:
+        return f"rank {self.inner.rank} of {self.inner.world_size}"
 
 
 async def in_thread(function: Callable[[], R]) -> R:

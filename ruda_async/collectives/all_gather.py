@@ -19,6 +19,7 @@ from .messages import (
     cut,
     message_limit,
     pairwise,
+    peers,
     same_memory,
     separate,
     swap,
@@ -50,12 +51,21 @@ async def direct(link: Link, out: memoryview, shard_nbytes: int, mine: memoryvie
         shard_nbytes: bytes of one rank's shard.
         mine: this rank's shard where it is not in `out` yet: it is copied there while messages move.
     """
-    shards = _shards(out, shard_nbytes, link.size)
-    own = shards[link.rank]
-    if mine is None:
-        await pairwise(link, [own] * link.size, shards)
-    else:
-        await pairwise(link, [mine] * link.size, shards, (own, mine))
+    rank, size = link.rank, link.size
+    own = out[rank * shard_nbytes : (rank + 1) * shard_nbytes]
+    if size > WINDOW + 1 or shard_nbytes > message_limit(link):
+        local = None if mine is None else (own, mine)
+        await pairwise(link, [own if mine is None else mine] * size, _shards(out, shard_nbytes, size), local)
+        return
+    # What `pairwise` does too, without its lists: this is the path of the smallest calls.
+    others = peers(rank, size)
+    waits = [link.recv_into(peer, out[peer * shard_nbytes : (peer + 1) * shard_nbytes]) for peer in others]
+    mine = own if mine is None else mine
+    waits += [link.send(peer, mine) for peer in others]
+    if mine is not own:
+        await copy_all(link, own, mine)
+    for wait in waits:
+        await wait
 
 
 async def ring(link: Link, out: memoryview, shard_nbytes: int) -> None:

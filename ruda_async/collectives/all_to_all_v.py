@@ -6,7 +6,7 @@ pair, and no exchange of counts, since a message's length tells its rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from struct import Struct
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -42,7 +42,13 @@ _NOTICE = Struct("<QQ")
 # ---------------------------------------------------------------------- algorithm
 
 
-async def rounds(link: Link, outgoing: Sequence[memoryview], unit: int, place: Any, limit: int) -> None:
+async def rounds(
+    link: Link,
+    outgoing: Sequence[memoryview],
+    unit: int,
+    place: Callable[[list[int]], memoryview],
+    limit: int,
+) -> None:
     """The exchange of `messages.uneven` in rounds of at most `limit` bytes a message, whole rows each.
 
     Ranks first tell each other the lengths of their blocks and how many rounds they need; the largest
@@ -97,7 +103,7 @@ def check_counts(name: str, send_counts: Any, size: int, rows: int) -> tuple[int
         raise TensorContractError(
             f"{name}: send_counts is a sequence of {size} row counts, one for each rank, not {send_counts!r}"
         ) from None
-    if any(type(count) is not int for count in counts):
+    if set(map(type, counts)) != {int}:
         counts = tuple(_count(name, count, send_counts) for count in counts)
     if len(counts) != size:
         raise TensorContractError(

@@ -232,6 +232,7 @@ class Gather(Generic[T]):
         value: this rank's shard ``[n, …]`` of any dtype; only read.
         root: the rank that gets them.
         out: on the root, a tensor ``[size*n, …]`` to fill and return instead of a fresh one.
+            Ignored elsewhere.
 
     The result is ``[size*n, …]`` in rank order on the root, and None elsewhere.
     """
@@ -340,7 +341,8 @@ class Scatter(Generic[T]):
             if self._value is not None:
                 self._expected = adapter.spec(self._value)
             if self._out is not None:
-                self._target = adapter.into(self._out, self._expected or adapter_for(self._out).spec(self._out))
+                expected = self._expected or adapter_for(self._out).spec(self._out)
+                self._target = adapter.into(self._out, expected)
         return agreed("scatter", "", None, settings.algorithm, settings.max_bytes, (("root", root),))
 
     async def run(self, link: Link) -> T:

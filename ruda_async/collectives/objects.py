@@ -213,9 +213,7 @@ class BroadcastObject:
             self._data = encode(self.operation, self._value)
         else:
             check_object(self.operation, self._value)
-        return agreed(
-            self.operation, "", None, settings.algorithm, settings.max_bytes, (("root", root),)
-        )
+        return agreed(self.operation, "", None, settings.algorithm, settings.max_bytes, (("root", root),))
 
     async def run(self, link: Link) -> Any:
         """Pass it down a binomial tree; the object."""
@@ -250,9 +248,7 @@ class GatherObject:
         """
         self._root = root = check_root(self.operation, self._root, size)
         self._data = encode(self.operation, self._value)
-        return agreed(
-            self.operation, "", None, settings.algorithm, settings.max_bytes, (("root", root),)
-        )
+        return agreed(self.operation, "", None, settings.algorithm, settings.max_bytes, (("root", root),))
 
     async def run(self, link: Link) -> list[Any] | None:
         """Send it to the root, which answers when it has all."""

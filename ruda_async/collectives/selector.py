@@ -68,39 +68,76 @@ def _power_of_two(case: _Case) -> bool:
 
 _TABLES: dict[str, tuple[_Row, ...]] = {
     "all_reduce": (
-        _Row("direct", lambda c: c.size <= 2 and c.nbytes <= 4 * c.pipe,
-             "one round is fastest while both ranks can add everything"),
-        _Row("direct", lambda c: c.size <= 8 and (c.size - 1) * c.nbytes <= c.pipe,
-             "few ranks and few bytes: one round saves more than the repeated additions cost"),
-        _Row("recursive_doubling", lambda c: c.wide <= c.pipe / 2,
-             "few bytes: log2(ranks) rounds are the least latency"),
-        _Row("ring", lambda c: not c.exact and c.size > 8 and c.nbytes >= c.size * c.segment,
-             "any order is allowed and the message is long: a ring keeps every link busy with one peer"),
-        _Row("rabenseifner", lambda c: c.size > 4 and c.wide <= 4 * c.pipe,
-             "halving and doubling take log2(ranks) rounds and move each byte about twice"),
-        _Row("pairwise", _always,
-             "many bytes: each rank sums its shard, pipelined, at the least traffic there is"),
+        _Row(
+            "direct",
+            lambda c: c.size <= 2 and c.nbytes <= 4 * c.pipe,
+            "one round is fastest while both ranks can add everything",
+        ),
+        _Row(
+            "direct",
+            lambda c: c.size <= 8 and (c.size - 1) * c.nbytes <= c.pipe,
+            "few ranks and few bytes: one round saves more than the repeated additions cost",
+        ),
+        _Row(
+            "recursive_doubling",
+            lambda c: c.wide <= c.pipe / 2,
+            "few bytes: log2(ranks) rounds are the least latency",
+        ),
+        _Row(
+            "ring",
+            lambda c: not c.exact and c.size > 8 and c.nbytes >= c.size * c.segment,
+            "any order is allowed and the message is long: a ring keeps every link busy with one peer",
+        ),
+        _Row(
+            "rabenseifner",
+            lambda c: c.size > 4 and c.wide <= 4 * c.pipe,
+            "halving and doubling take log2(ranks) rounds and move each byte about twice",
+        ),
+        _Row(
+            "pairwise",
+            _always,
+            "many bytes: each rank sums its shard, pipelined, at the least traffic there is",
+        ),
     ),
     "reduce_scatter": (
-        _Row("recursive_halving", lambda c: c.size > 4 and _power_of_two(c) and c.wide <= 4 * c.pipe,
-             "few bytes on a power of two of ranks: log2(ranks) rounds are the least latency"),
-        _Row("ring", lambda c: not c.exact and c.size > 8 and c.nbytes >= c.size * c.segment,
-             "any order is allowed and the message is long: a ring keeps every link busy with one peer"),
+        _Row(
+            "recursive_halving",
+            lambda c: c.size > 4 and _power_of_two(c) and c.wide <= 4 * c.pipe,
+            "few bytes on a power of two of ranks: log2(ranks) rounds are the least latency",
+        ),
+        _Row(
+            "ring",
+            lambda c: not c.exact and c.size > 8 and c.nbytes >= c.size * c.segment,
+            "any order is allowed and the message is long: a ring keeps every link busy with one peer",
+        ),
         _Row("pairwise", _always, "each rank receives its shard from all, pipelined, in one round"),
     ),
     "reduce": (
-        _Row("direct", lambda c: c.size <= 4 and c.nbytes <= c.pipe,
-             "few ranks and few bytes: the root takes all inputs in one round"),
-        _Row("binomial", lambda c: c.wide <= 4 * c.pipe,
-             "few bytes: a binomial tree takes log2(ranks) rounds"),
-        _Row("reduce_scatter_gather", _always,
-             "many bytes: all ranks share the additions and the root's link carries each byte once"),
+        _Row(
+            "direct",
+            lambda c: c.size <= 4 and c.nbytes <= c.pipe,
+            "few ranks and few bytes: the root takes all inputs in one round",
+        ),
+        _Row(
+            "binomial", lambda c: c.wide <= 4 * c.pipe, "few bytes: a binomial tree takes log2(ranks) rounds"
+        ),
+        _Row(
+            "reduce_scatter_gather",
+            _always,
+            "many bytes: all ranks share the additions and the root's link carries each byte once",
+        ),
     ),
     "all_gather": (
-        _Row("direct", lambda c: c.size <= 4 or (c.size <= 8 and c.nbytes <= c.pipe),
-             "few ranks: every shard goes straight to everyone in one round"),
-        _Row("recursive_doubling", lambda c: c.size * c.nbytes <= 2 * c.pipe,
-             "few bytes: log2(ranks) rounds (Bruck's form where the ranks are no power of two)"),
+        _Row(
+            "direct",
+            lambda c: c.size <= 4 or (c.size <= 8 and c.nbytes <= c.pipe),
+            "few ranks: every shard goes straight to everyone in one round",
+        ),
+        _Row(
+            "recursive_doubling",
+            lambda c: c.size * c.nbytes <= 2 * c.pipe,
+            "few bytes: log2(ranks) rounds (Bruck's form where the ranks are no power of two)",
+        ),
         _Row("ring", _always, "many bytes: a ring keeps every link busy with one peer"),
     ),
     "all_gather_v": (
@@ -108,10 +145,16 @@ _TABLES: dict[str, tuple[_Row, ...]] = {
         _Row("ring", _always, "many ranks: a ring keeps every link busy with one peer"),
     ),
     "broadcast": (
-        _Row("binomial", lambda c: c.size <= 2 or c.nbytes <= 8 * c.pipe,
-             "few ranks or few bytes: a binomial tree takes log2(ranks) rounds"),
-        _Row("scatter_all_gather", _always,
-             "many bytes: the root sends each byte once and all ranks pass the pieces on"),
+        _Row(
+            "binomial",
+            lambda c: c.size <= 2 or c.nbytes <= 8 * c.pipe,
+            "few ranks or few bytes: a binomial tree takes log2(ranks) rounds",
+        ),
+        _Row(
+            "scatter_all_gather",
+            _always,
+            "many bytes: the root sends each byte once and all ranks pass the pieces on",
+        ),
     ),
     "gather": (
         _Row("direct", lambda c: c.size <= 8, "few ranks: every shard goes straight to the root"),
@@ -122,8 +165,11 @@ _TABLES: dict[str, tuple[_Row, ...]] = {
         _Row("binomial", _always, "many ranks: a binomial tree spares the root most messages"),
     ),
     "all_to_all": (
-        _Row("bruck", lambda c: c.size >= 8 and c.nbytes <= 256 * c.size,
-             "at most 256 bytes a pair on many ranks: log2(ranks) rounds of joined blocks"),
+        _Row(
+            "bruck",
+            lambda c: c.size >= 8 and c.nbytes <= 256 * c.size,
+            "at most 256 bytes a pair on many ranks: log2(ranks) rounds of joined blocks",
+        ),
         _Row("pairwise", _always, "every block goes straight to its rank"),
     ),
     "all_to_all_v": (_Row("pairwise", _always, "every block goes straight to its rank"),),

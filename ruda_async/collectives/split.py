@@ -14,7 +14,10 @@ __all__ = ["Split"]
 
 
 class Split(AllGatherObject):
-    """One rank's color (None to be left out) and key; the result is all ranks' ``[color, key]``, in rank order."""
+    """One rank's color (None to be left out) and key.
+
+    The result is every rank's ``[color, key]``, in rank order.
+    """
 
     __slots__ = ("_color", "_key")
 

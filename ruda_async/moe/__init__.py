@@ -4,8 +4,8 @@
     experts = torch.nn.ModuleList(make_expert() for _ in layout.local(comm.rank))
     output = moe.moe_layer(comm, tokens, router(tokens), moe.per_expert(experts), layout, k=2)
 
-``await moe.aio.moe_layer(…)`` is the same over an asynchronous communicator. The parts, `route`, `dispatch` and
-`combine`, are there for layers of another make.
+``await moe.aio.moe_layer(…)`` is the same over an asynchronous communicator. The parts, `route`, `dispatch`
+and `combine`, are there for layers of another make.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..autograd.aio import plain
@@ -32,9 +33,11 @@ async def moe_layer(
     """As `ruda_async.moe.moe_layer`, awaited, over an `AsyncCommunicator` or its differentiable wrapper.
 
     `experts_fn` runs on the event loop; it may return an awaitable, and should where it computes for
-    long. Requests served at once need a channel each: ``comm.channel(request_id)``.
+    long. Requests served at once need a channel each: ``comm.channel(request_id)``. Grad mode is that of
+    the call's start throughout, though other tasks may switch it meanwhile (see `autograd.aio`).
     """
     base = plain(comm)
+    tracking = torch.is_grad_enabled()
     try:
         dispatched = layer.start(base.world_size, tokens, logits, layout, k, routing)
     except Exception as error:
@@ -44,12 +47,15 @@ async def moe_layer(
     rule = layer.there(dispatched)
     arrived = await run_async(base, rule, dispatched.rows, timeout, arrival.tokens_track)
     try:
-        rows = arrived.index_select(0, arrival.order)
-        outcome = experts_fn(rows, arrival.counts) if layout.counts[base.rank] else None
+        with torch.set_grad_enabled(tracking):
+            rows = arrived.index_select(0, arrival.order)
+            outcome = experts_fn(rows, arrival.counts) if layout.counts[base.rank] else None
         if inspect.isawaitable(outcome):
             outcome = await outcome
-        result = layer.result_rows(outcome, rows, arrival, out_features)
+        with torch.set_grad_enabled(tracking):
+            result = layer.result_rows(outcome, rows, arrival, out_features)
     except Exception as error:
         await layer.refuse(base, error)
     returned = await run_async(base, layer.back(rule), result, timeout, arrival.any_tracks)
-    return combine(returned, dispatched)
+    with torch.set_grad_enabled(tracking):
+        return combine(returned, dispatched)

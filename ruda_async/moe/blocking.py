@@ -32,20 +32,21 @@ def moe_layer(
 ) -> Tensor:
     """Run each token through its `k` experts, wherever they are, and sum their outputs by weight.
 
-    Every rank calls it, with no tokens too. Three exchanges: counts, rows, and outputs. Gradients reach tokens,
-    logits and the experts' parameters; with grad mode on in any rank, the output requires a gradient on
-    all, and all must enter its backward.
+    Every rank calls it, with no tokens too. Three exchanges: counts, rows, and outputs. Gradients reach
+    tokens, logits and the experts' parameters; with grad mode on in any rank, the output requires a gradient
+    on all, and all must enter its backward.
 
     Args:
         comm: a `ruda_async.sync.Communicator` or its differentiable wrapper.
-        tokens: floating ``[tokens, features]``; any number of tokens on each rank, equal features and dtype.
+        tokens: floating ``[tokens, features]``; any number on each rank, equal features and dtype.
         logits: floating ``[tokens, experts]``, of all experts.
-        experts_fn: ``experts_fn(rows, counts)`` computes this rank's experts: rows ``[n, features]`` sorted by
-            expert, within one by source rank and token, and the rows of each local expert. Returns
-            ``[n, out]``. Called with no rows too; not called on a rank that owns no experts. See `per_expert`.
+        experts_fn: ``experts_fn(rows, counts)`` computes this rank's experts: rows ``[n, features]`` sorted
+            by expert, within one by source rank and token, and the number of rows of each local expert.
+            Returns ``[n, out]``. Called with no rows too, but not on a rank that owns no experts. See
+            `per_expert`.
         layout: who owns which experts; the same on all ranks.
         k: experts per token.
-        out_features: the outputs' width where it is not that of the tokens; only needed on ranks without experts.
+        out_features: the outputs' width where it is not that of the tokens, for ranks without experts.
         timeout: seconds for each exchange, forward and backward.
         routing: `method`, `bias`, `groups`, `top_groups`, `normalize` and `scale` of `route`.
 

@@ -44,7 +44,8 @@ def dispatch(tokens: Tensor, routing: Routing, layout: ExpertLayout) -> Dispatch
         TensorContractError: `routing` does not fit `tokens` or `layout`.
     """
     experts, weights = routing
-    if experts.dim() != 2 or tokens.dim() < 1 or experts.shape[0] != tokens.shape[0] or weights.shape != experts.shape:
+    fits = experts.dim() == 2 and tokens.dim() >= 1 and len(experts) == len(tokens)
+    if not fits or weights.shape != experts.shape:
         raise TensorContractError(
             f"routing of experts {list(experts.shape)} and weights {list(weights.shape)} does not fit tokens "
             f"{list(tokens.shape)}; both are [tokens, k]"
@@ -56,9 +57,9 @@ def dispatch(tokens: Tensor, routing: Routing, layout: ExpertLayout) -> Dispatch
         low, high = (int(n) for n in experts.aminmax())
         if low < 0 or high >= layout.experts:
             raise TensorContractError(
-                f"routing names expert {low if low < 0 else high}; {layout} has experts 0 to {layout.experts - 1}"
+                f"routing names expert {low if low < 0 else high}; {layout} has 0 to {layout.experts - 1}"
             )
-    ascending = experts.long().argsort(-1, stable=True)
+    ascending = experts.long().argsort(dim=-1, stable=True)
     flat = experts.long().gather(-1, ascending).reshape(-1)
     order = flat.argsort(stable=True)  # assignments, by expert and then by token
     positions = torch.empty_like(order)
@@ -103,10 +104,10 @@ def per_expert(experts: Sequence[Callable[[Tensor], Tensor]]) -> Callable[[Tenso
     def apply(rows: Tensor, counts: tuple[int, ...]) -> Tensor:
         if len(counts) != len(experts):
             raise TensorContractError(
-                f"per_expert has {len(experts)} experts and this rank owns {len(counts)}; give it the experts of "
-                "layout.local(rank)"
+                f"per_expert has {len(experts)} experts and this rank owns {len(counts)}; give it those "
+                "of layout.local(rank)"
             )
-        parts = rows.split(list(counts))
+        parts = torch.split(rows, list(counts))
         return torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
 
     return apply

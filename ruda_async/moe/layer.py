@@ -23,8 +23,8 @@ from .routing import route
 
 __all__ = ["Arrival", "ExpertsFn", "announce", "arrive", "back", "refuse", "result_rows", "start", "there"]
 
-#: ``experts_fn(rows, counts)``: rows ``[n, …]`` of this rank's experts, sorted by expert, and how many rows each
-#: of them has; returns ``[n, …]``. The awaitable form may return an awaitable.
+#: ``experts_fn(rows, counts)``: rows ``[n, …]`` of this rank's experts, sorted by expert, and how many rows
+#: each of them has; returns ``[n, …]``. Under `aio.moe_layer` it may return an awaitable.
 ExpertsFn = Callable[[Tensor, tuple[int, ...]], Any]
 
 _TOKENS, _GRAD_MODE = 1, 2
@@ -57,8 +57,8 @@ def start(size: int, tokens: Tensor, logits: Tensor, layout: ExpertLayout, k: in
         )
     if logits.dim() != 2 or logits.shape[1] != layout.experts or len(logits) != len(tokens):
         raise TensorContractError(
-            f"logits of shape {list(logits.shape)} do not fit {len(tokens)} tokens and {layout.experts} experts; "
-            f"they are [{len(tokens)}, {layout.experts}]"
+            f"logits of shape {list(logits.shape)} do not fit {len(tokens)} tokens and {layout.experts} "
+            f"experts; they are [{len(tokens)}, {layout.experts}]"
         )
     return dispatch(tokens, route(logits, k, **options), layout)
 

@@ -35,8 +35,8 @@ class ExpertLayout:
             or any(a > b for a, b in pairwise(numbers))
         ):
             raise TensorContractError(
-                f"an expert prefix is world_size + 1 integers that start at 0, never fall, and end at the number of "
-                f"experts, at least 1; not {list(numbers)!r}. For 5 experts on 2 ranks: [0, 3, 5]"
+                "an expert prefix is world_size + 1 integers that start at 0, never fall, and end at the "
+                f"number of experts, at least 1; not {list(numbers)!r}. For 5 experts on 2 ranks: [0, 3, 5]"
             )
         self.prefix = numbers
         self.counts = tuple(b - a for a, b in pairwise(numbers))

@@ -69,7 +69,7 @@ def route(
         scores = scores.sigmoid()
         selection = _biased(scores.detach(), bias, experts)
         selection = _within_groups(selection, k, groups, top_groups)
-    chosen = selection.argsort(-1, descending=True, stable=True)[:, :k]
+    chosen = selection.argsort(dim=-1, descending=True, stable=True)[:, :k]
     weights = scores.gather(-1, chosen)
     if normalize:
         # Sigmoids may all be 0 in float32; their weights are then 0, not NaN.
@@ -95,7 +95,7 @@ def _biased(scores: Tensor, bias: Tensor | None, experts: int) -> Tensor:
     if bias is None:
         return scores
     if bias.shape != (experts,):
-        raise TensorContractError(f"bias has shape {list(bias.shape)}; it takes one number an expert: [{experts}]")
+        raise TensorContractError(f"bias has shape {list(bias.shape)}, not one number an expert, [{experts}]")
     return scores + bias.detach().to(scores.dtype)
 
 
@@ -111,11 +111,11 @@ def _within_groups(selection: Tensor, k: int, groups: int | None, top_groups: in
     size = experts // groups
     if not 1 <= top_groups <= groups or top_groups * size < k:
         raise TensorContractError(
-            f"top_groups={top_groups} of {groups} groups of {size} experts cannot give k={k} experts; choose from "
-            f"{-(-k // size)} to {groups}"
+            f"top_groups={top_groups} of {groups} groups of {size} experts cannot give k={k} experts; choose "
+            f"from {-(-k // size)} to {groups}"
         )
     grouped = selection.view(tokens, groups, size)
     best = grouped.topk(min(2, size), -1).values.sum(-1)
-    kept = best.argsort(-1, descending=True, stable=True)[:, :top_groups]
+    kept = best.argsort(dim=-1, descending=True, stable=True)[:, :top_groups]
     outside = torch.ones_like(best, dtype=torch.bool).scatter_(-1, kept, False)
     return grouped.masked_fill(outside.unsqueeze(-1), -torch.inf).view(tokens, experts)

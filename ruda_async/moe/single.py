@@ -36,7 +36,7 @@ def reference(
     """
     chosen, weights = route(logits, k, **routing)
     if len(experts) != logits.shape[1]:
-        raise TensorContractError(f"{len(experts)} experts and logits of shape {list(logits.shape)}; they must agree")
+        raise TensorContractError(f"{len(experts)} experts do not fit logits of shape {list(logits.shape)}")
     total: Tensor | None = None
     dtype = tokens.dtype
     for number, expert in enumerate(experts):

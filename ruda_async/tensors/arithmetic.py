@@ -32,7 +32,7 @@ OPERATORS = ("sum", "mean", "max", "min", "prod", "band", "bor", "bxor")
 
 #: Arithmetic goes over blocks of this many bytes, so that operands, scratch and results of a block stay
 #: in the second-level cache from one step of the tree to the next.
-_BLOCK = 64 * 1024
+_BLOCK = 128 * 1024
 
 _BITWISE = ("band", "bor", "bxor")
 
@@ -196,10 +196,12 @@ class Reducer:
             return
         dtype = self._partial
         arrays = (np.frombuffer(out, dtype), np.frombuffer(a, dtype), np.frombuffer(b, dtype))
-        if self._floating:
-            quietly(self._blockwise, self._combine, *arrays)
-        else:
+        if not self._floating:
             self._kernel(*arrays)
+        elif len(out) <= _BLOCK // 2:  # one block at most, whatever the dtype of the work
+            quietly(self._combine, *arrays)
+        else:
+            quietly(self._blockwise, self._combine, *arrays)
 
     def load(self, out_partial: memoryview, raw: memoryview) -> None:
         """Elements → partial results: a conversion where the reducer widens, else a copy."""

@@ -21,6 +21,7 @@ __all__ = [
     "Array",
     "Kernel",
     "Workspace",
+    "has_nan",
     "kernel_of",
     "narrow_bfloat16",
     "narrow_float16",
@@ -154,12 +155,32 @@ def _maximum(out: Array, a: Array, b: Array) -> None:
     np.bitwise_and(bits, sign, out=bits)
 
 
+#: Up to this many elements a look at each as a Python number is quicker than a call into numpy.
+_FEW = 16
+
+
+def has_nan(values: Array) -> bool:
+    """Whether any of `values` (float32 or float64, at least one) is a NaN; the quickest ways there are."""
+    if len(values) <= _FEW:
+        for value in values.tolist():  # noqa: SIM110 (a generator would take twice as long)
+            if value != value:
+                return True
+        return False
+    largest = np.maximum.reduce(values)  # passes NaNs on, at several elements a cycle
+    return bool(largest != largest)
+
+
 def settle_nans(values: Array) -> None:
     """Make every NaN of `values` the canonical one."""
-    nans = np.isnan(values)
-    # Searching the mask's bytes is the cheapest test there is, for two elements and for thousands.
-    if b"\x01" in nans.tobytes():
-        values[nans] = _BITS[values.dtype].nan
+    if values.itemsize == 2:
+        nans = np.isnan(values)
+        if not np.count_nonzero(nans):  # a third of the time of nans.any() on a small block
+            return
+    elif has_nan(values):
+        nans = np.isnan(values)
+    else:
+        return
+    values[nans] = _BITS[values.dtype].nan
 
 
 def widen_float16(out: Array, raw: Array) -> None:
@@ -170,7 +191,8 @@ def widen_float16(out: Array, raw: Array) -> None:
 def narrow_float16(out: Array, wide: Array) -> None:
     """float32 → float16, to nearest even; every NaN becomes the canonical one."""
     np.copyto(out, wide, casting="unsafe")
-    settle_nans(out)
+    if has_nan(wide):
+        settle_nans(out)
 
 
 def widen_bfloat16(out: Array, raw: Array) -> None:
@@ -194,6 +216,5 @@ def narrow_bfloat16(out: Array, wide: Array) -> None:
     np.add(rounded, bits, out=rounded)
     np.right_shift(rounded, _SIXTEEN, out=rounded)
     np.copyto(out, rounded, casting="unsafe")
-    nans = np.isnan(wide)
-    if b"\x01" in nans.tobytes():
-        out[nans] = _CANONICAL_BFLOAT16
+    if has_nan(wide):
+        out[np.isnan(wide)] = _CANONICAL_BFLOAT16

@@ -19,6 +19,7 @@ Array = npt.NDArray[Any]
 _EXTENDED = frozenset(name for name in DTYPES if name.startswith(("bfloat16", "float8")))
 #: Native dtype by name, and name by dtype; the extended ones and other byte orders join when met.
 _DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name) for name in DTYPES if name not in _EXTENDED}
+_PLAIN = frozenset(_DTYPES.values())
 _NAMES: dict[np.dtype[Any], str] = {dtype: name for name, dtype in _DTYPES.items()}
 
 _REMEDIES = {
@@ -55,10 +56,11 @@ class NumpyAdapter:
         return TensorSpec(_NAMES.get(dtype) or _learn(dtype), value.shape)
 
     def read(self, value: Array) -> memoryview:
-        try:
-            return value.data.cast("B")
-        except (TypeError, ValueError):
-            pass  # strided, empty, or of a dtype that the buffer protocol does not know
+        if value.dtype in _PLAIN:
+            try:
+                return value.data.cast("B")
+            except TypeError:
+                pass  # strided, or without elements
         array = np.asarray(value)
         name = _NAMES.get(array.dtype) or _learn(array.dtype)
         return _bytes_of(np.ascontiguousarray(array, dtype=_native(name)))
@@ -75,7 +77,7 @@ class NumpyAdapter:
             )
         if not out.flags.writeable:
             raise TensorContractError("out= is a read-only array; pass a writable one, such as out.copy()")
-        if any(stride == 0 and length > 1 for stride, length in zip(out.strides, out.shape, strict=True)):
+        if out.size and any(s == 0 and n > 1 for s, n in zip(out.strides, out.shape, strict=True)):
             raise TensorContractError(
                 "out= is an expanded array whose elements share memory; pass out.copy()"
             )

@@ -60,7 +60,7 @@ class TorchAdapter:
     def read(self, value: Tensor) -> memoryview:
         plain = value.detach() if value.requires_grad else value
         try:
-            if plain.is_cpu and plain.is_contiguous():
+            if plain.is_cpu and plain.dtype in _NAMES and plain.is_contiguous():
                 return _bytes_of(_carried(plain).numpy())
         except (TypeError, RuntimeError):
             pass  # negated lazily, or nothing that `spec` accepts
@@ -88,7 +88,7 @@ class TorchAdapter:
             raise TensorContractError(
                 "out= requires a gradient, which writing in place would break; pass out.detach()"
             )
-        if any(stride == 0 and length > 1 for stride, length in zip(out.stride(), out.shape, strict=True)):
+        if any(s == 0 and n > 1 for s, n in zip(out.stride(), out.shape, strict=True)) and out.numel():
             raise TensorContractError(
                 "out= is an expanded tensor whose elements share memory; pass out.clone()"
             )

@@ -13,6 +13,7 @@ from ..errors import (
     RudaError,
     TransportUnavailableError,
 )
+from . import wire
 from .base import (
     DONE,
     MAX_HEAD,
@@ -27,7 +28,6 @@ from .base import (
     check_peer,
     never_stale,
 )
-from . import wire
 from .framed import ByteStream, FramedTransport, Terms
 from .handshake import prove, read_exactly
 from .job import Job, Meeting, Secret

@@ -8,7 +8,6 @@ awaitable that may be finished already, so an algorithm posts its receives, then
 
 from __future__ import annotations
 
-
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
@@ -66,7 +65,8 @@ class UnexpectedMessage(Exception):
     ) -> None:
         super().__init__(
             f"the message from rank {peer} (tag {tag:#x}) has a head of {len(envelope.head)} bytes and "
-            f"{envelope.nbytes} bytes of payload; the receive expected {len(expected_head)} and {expected_nbytes}"
+            f"{envelope.nbytes} bytes of payload; the receive expected {len(expected_head)} and "
+            f"{expected_nbytes}"
         )
         self.peer = peer
         self.tag = tag
@@ -151,9 +151,7 @@ class Transport(Protocol):
         """
         ...
 
-    def recv_into(
-        self, peer: int, tag: int, buffers: Sequence[Buffer], head: bytes = b""
-    ) -> Awaitable[None]:
+    def recv_into(self, peer: int, tag: int, buffers: Sequence[Buffer], head: bytes = b"") -> Awaitable[None]:
         """Receive the next message of ``(peer, tag)`` into `buffers`, which it must fill exactly.
 
         The message's head must equal `head`.
@@ -233,5 +231,3 @@ def check_peer(peer: int, rank: int, world_size: int) -> None:
 def never_stale(tag: int) -> bool:
     """The default for `Transport.is_stale`."""
     return False
-
-

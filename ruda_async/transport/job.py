@@ -36,7 +36,6 @@ class Secret:
         raise TypeError("a secret is not pickled")
 
 
-
 class Meeting(NamedTuple):
     """What a rendezvous gives every rank.
 

@@ -14,7 +14,17 @@ from typing import Any, Protocol
 
 from .base import DONE, Buffer, Envelope, Ready, UnexpectedMessage
 
-__all__ = ["Arrived", "Inbox", "Message", "Receive", "awaitable", "copy", "fail_future", "gather_bytes", "scatter"]
+__all__ = [
+    "Arrived",
+    "Inbox",
+    "Message",
+    "Receive",
+    "awaitable",
+    "copy",
+    "fail_future",
+    "gather_bytes",
+    "scatter",
+]
 
 #: A memoryview assignment holds the interpreter lock; up to this size that does not matter.
 _COPY_WITH_LOCK = 256 * 1024
@@ -169,16 +179,12 @@ class Inbox:
             BaseException: the inbox is closed and nothing is left to read.
         """
         nbytes = buffers[0].nbytes if len(buffers) == 1 else sum(b.nbytes for b in buffers)
-        receive = None
         message = self._take(tag) if tag in self._early else None
         if message is None and self.closed is not None:
             raise self.closed
-        if message is not None:
-            if nbytes != message.nbytes or head != message.head:
-                message.drop()
-                raise UnexpectedMessage(
-                    self._peer, tag, Envelope(message.head, message.nbytes), head, nbytes
-                )
+        if message is not None and (nbytes != message.nbytes or head != message.head):
+            message.drop()
+            raise UnexpectedMessage(self._peer, tag, Envelope(message.head, message.nbytes), head, nbytes)
         receive = Receive(tag, buffers, head, nbytes, self._loop.create_future())
         if message is not None:
             receive.matched = True

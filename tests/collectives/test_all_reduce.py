@@ -329,9 +329,7 @@ def test_refusals() -> None:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("cancel", [False, True])
 async def test_an_end_before_time_leaves_nothing_running(algorithm: str, cancel: bool) -> None:
-    group = StrictGroup(
-        4, Settings(algorithm=algorithm), segments(64), break_after=None if cancel else 5
-    )
+    group = StrictGroup(4, Settings(algorithm=algorithm), segments(64), break_after=None if cancel else 5)
 
     async def body(link: StrictLink) -> Any:
         request = AllReduce(np.ones(300, np.float32))

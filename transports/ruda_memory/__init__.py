@@ -21,12 +21,17 @@ class MemoryParameters:
     """Parameters of ``memory://``."""
 
     eager_bytes: int = param(
-        64 * 1024, doc="payloads up to this size are copied at once; larger ones are lent", unit="bytes", minimum=0
+        64 * 1024,
+        doc="payloads up to this size are copied at once; larger ones are lent",
+        unit="bytes",
+        minimum=0,
     )
     early_bytes: int = param(
-        16 * 1024 * 1024, doc="bytes per peer that may wait for their receive before senders wait", unit="bytes",
+        16 * 1024 * 1024,
+        doc="bytes per peer that may wait for their receive before senders wait",
+        unit="bytes",
         minimum=0,
-    )  # fmt: skip
+    )
 
 
 class MemoryPlugin:

@@ -73,7 +73,8 @@ async def join(job: Job, transport: MemoryTransport) -> None:
             raise error
         if job.rank in gathering.members:
             raise ConfigError(
-                f"job {job.name!r} has a rank {job.rank} already; give every rank its own number", rank=job.rank
+                f"job {job.name!r} has a rank {job.rank} already; give every rank its own number",
+                rank=job.rank,
             )
         gathering.members[job.rank] = (transport, arrived)
         if len(gathering.members) == job.world_size:
@@ -88,8 +89,8 @@ async def join(job: Job, transport: MemoryTransport) -> None:
     except TimeoutError:
         missing = tuple(r for r in range(job.world_size) if r not in gathering.members)
         raise CollectiveTimeoutError(
-            f"rank {job.rank} of job {job.name!r}: ranks {', '.join(map(str, missing))} of {job.world_size} did "
-            f"not come within timeout={job.timeout:g} s; start them, or raise timeout=",
+            f"rank {job.rank} of job {job.name!r}: ranks {', '.join(map(str, missing))} of {job.world_size} "
+            f"did not come within timeout={job.timeout:g} s; start them, or raise timeout=",
             missing=missing,
         ) from None
     finally:

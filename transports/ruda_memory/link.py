@@ -299,7 +299,9 @@ class MemoryTransport:
         self._leave(CommunicatorClosedError(f"rank {self.rank} closed this communicator"), "closed", True)
 
     def abort(self, reason: str) -> None:
-        self._leave(CommunicatorClosedError(f"rank {self.rank} aborted: {reason}"), f"aborted: {reason}", False)
+        self._leave(
+            CommunicatorClosedError(f"rank {self.rank} aborted: {reason}"), f"aborted: {reason}", False
+        )
 
     def _leave(self, ours: BaseException, how: str, orderly: bool) -> None:
         if self._closed is not None:

@@ -28,8 +28,11 @@ class TcpParameters:
         "", doc="the local address to listen on for other ranks; by default the one that reaches rank 0"
     )
     eager_bytes: int = param(
-        64 * 1024, doc="payloads up to this size leave without waiting for their receive", unit="bytes", minimum=0
-    )  # fmt: skip
+        64 * 1024,
+        doc="payloads up to this size leave without waiting for their receive",
+        unit="bytes",
+        minimum=0,
+    )
     early_bytes: int = param(
         16 * 1024 * 1024,
         doc="bytes per peer that may wait here for their receive before the sender has to wait",
@@ -37,12 +40,17 @@ class TcpParameters:
         minimum=4096,
     )
     segment_bytes: int = param(
-        512 * 1024, doc="the size to which pipelined algorithms cut large messages", unit="bytes", minimum=1024
-    )  # fmt: skip
+        512 * 1024,
+        doc="the size to which pipelined algorithms cut large messages",
+        unit="bytes",
+        minimum=1024,
+    )
     socket_bytes: int = param(
-        0, doc="size of the kernel's send and receive buffers per connection; 0 leaves them to it",
-        unit="bytes", minimum=0,
-    )  # fmt: skip
+        0,
+        doc="size of the kernel's send and receive buffers per connection; 0 leaves them to it",
+        unit="bytes",
+        minimum=0,
+    )
     linger: float = param(
         2.0, doc="how long close() waits for a peer that does not answer the goodbye", unit="s", minimum=0
     )

@@ -25,6 +25,10 @@ class SocketStream:
         self.write: Callable[[Sequence[Buffer | bytes]], int] = sock.sendmsg  # type: ignore[assignment]
         self.read_into: Callable[[memoryview], int] = sock.recv_into
 
+    def await_bytes(self) -> bool:
+        """See `ByteStream.await_bytes`: looking costs as much as reading."""
+        return True
+
     def on_readable(self, callback: Callable[[], None]) -> None:
         """See `ByteStream.on_readable`."""
         self._loop.add_reader(self._fd, callback)

@@ -222,7 +222,13 @@ async def probes(t: Transport) -> None:
 
 
 async def _expect_unexpected(
-    t: Transport, tag: int, room_for: int, asked: bytes, head: bytes, nbytes: int, posted: Awaitable[Any] | None
+    t: Transport,
+    tag: int,
+    room_for: int,
+    asked: bytes,
+    head: bytes,
+    nbytes: int,
+    posted: Awaitable[Any] | None,
 ) -> None:
     """The receive, posted already or now, fails and says what came."""
     try:

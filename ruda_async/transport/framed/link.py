@@ -42,9 +42,7 @@ class Link:
         self.peer = peer
         self.stream = stream
         self.sender = Sender(stream, theirs, loop, self._broken)
-        self.receiver = Receiver(
-            peer, stream, ours, self.sender, loop, is_stale, self._said_bye, self._ended
-        )
+        self.receiver = Receiver(peer, stream, ours, self.sender, loop, is_stale, self._said_bye, self._ended)
         self.inbox = self.receiver.inbox
         self.over: asyncio.Future[None] = loop.create_future()
         self.missed = 0

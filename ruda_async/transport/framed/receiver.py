@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from typing import Any
 
 from ...errors import ProtocolError
 from .. import wire
@@ -21,6 +22,24 @@ _TURN = 1024 * 1024
 #: their bytes are not read here only to be copied on.
 _STAGE = 128 * 1024
 _PEEK = 2048
+#: Misses in a row after which the next twice as many waits do not look at the stream first.
+_LUCK = 8
+
+
+class Posted:
+    """A receive that waits; awaiting it looks at the stream first, which may save a turn of the loop."""
+
+    __slots__ = ("_receive", "_receiver")
+
+    def __init__(self, receive: Receive, receiver: Receiver) -> None:
+        self._receive = receive
+        self._receiver = receiver
+
+    def __await__(self) -> Generator[Any, None, None]:
+        future = self._receive.future
+        if not future.done():
+            self._receiver.look(future)
+        return (yield from future)
 
 
 class Receiver:
@@ -45,6 +64,8 @@ class Receiver:
     ) -> None:
         self._peer = peer
         self._read_into = stream.read_into
+        self._await_bytes = stream.await_bytes
+        self._luck = _LUCK
         self._sender = sender
         self.is_stale = is_stale
         self._on_bye = on_bye
@@ -73,7 +94,24 @@ class Receiver:
             return DONE
         if receive.nbytes > self._announce_beyond and not receive.matched:
             self._announce(receive)
-        return receive.future
+        return Posted(receive, self)
+
+    def look(self, future: asyncio.Future[None]) -> None:
+        """Somebody is about to wait for `future`: read what is there or comes within moments.
+
+        A peer that answers late makes looking a waste, so it is done less often after every miss.
+        """
+        if self._luck <= 0:
+            self._luck += 1
+            return
+        if self._await_bytes():
+            self.read()
+            if future.done():
+                self._luck = _LUCK
+                return
+        self._luck -= 1
+        if not self._luck:
+            self._luck = -2 * _LUCK
 
     def _announce(self, receive: Receive) -> None:
         """Tell the peer that a large receive waits, so that its message need not be offered first."""
@@ -189,7 +227,9 @@ class Receiver:
             elif kind == wire.DATA:
                 inbound = self._inbound.get(frame.ident)
                 if inbound is None or not 0 < nbytes <= inbound.nbytes - inbound.received:
-                    raise ProtocolError(f"{nbytes} bytes of payload for message {frame.ident}, which takes none")
+                    raise ProtocolError(
+                        f"{nbytes} bytes of payload for message {frame.ident}, which takes none"
+                    )
                 self._current, self._left = inbound, nbytes
                 self._bulk = True
             else:

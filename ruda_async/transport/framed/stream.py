@@ -22,6 +22,13 @@ class ByteStream(Protocol):
     #: stream. Fewer than asked for means that no more is there now. Raises as `write` does.
     read_into: Callable[[memoryview], int]
 
+    def await_bytes(self) -> bool:
+        """Whether a read is worth while: wait for bytes, but for microseconds at most.
+
+        A stream that can look without a system call may spin a little here; one that cannot says True.
+        """
+        ...
+
     def on_readable(self, callback: Callable[[], None]) -> None:
         """Call `callback` from the loop whenever there is something to read, or the stream has ended."""
         ...

@@ -1,0 +1,215 @@
+"""``ruda-async doctor``: what is installed, which transports work here, and a test of each."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import statistics
+import sys
+import time
+from typing import Any
+
+from ..errors import RudaError, TransportUnavailableError
+from ..transport.parameters import ParameterRow, describe_parameters
+from ..transport.registry import PluginInfo, plugins
+
+__all__ = ["add_arguments", "examine", "main"]
+
+#: Distributions that matter here, and the names that they go by.
+_PACKAGES = (
+    ("numpy", ("numpy",)),
+    ("msgpack", ("msgpack",)),
+    ("torch", ("torch",)),
+    ("uvloop", ("uvloop",)),
+    ("ml_dtypes", ("ml_dtypes",)),
+    ("ucxx", ("ucxx", "ucxx-cu12", "ucxx-cu13")),
+    ("mpi4py", ("mpi4py",)),
+)
+_WARM_UP, _ROUNDS = 20, 200
+#: Seconds that one transport's self-test may take.
+_LIMIT = 30.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--parameters", action="store_true", help="list the URL parameters of every transport too"
+    )
+    parser.add_argument("--no-test", action="store_true", help="do not connect two ranks over each transport")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the report; 1 when a transport that claims to be usable fails its test."""
+    report = examine(test=not args.no_test)
+    if args.json:
+        print(json.dumps(report, indent=2))
+    else:
+        _print(report, args.parameters)
+    return int(any(transport["status"] == "failed" for transport in report["transports"]))
+
+
+def examine(*, test: bool = True) -> dict[str, Any]:
+    """The whole report, as plain data.
+
+    Returns:
+        ``versions``: name → version or None; ``transports``: a list with ``scheme``, ``summary``, ``origin``,
+        ``status`` (``"works"``, ``"usable"``, ``"unavailable"``, ``"failed"`` or ``"wrapper"``), ``detail``,
+        ``latency`` in seconds per 8-byte all-reduce between two ranks, or None, and ``parameters``.
+    """
+    return {
+        "versions": _versions(),
+        "transports": [_examine(info, test) for info in plugins().values()],
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    """Without importing anything."""
+    from .. import __version__
+
+    found: dict[str, str | None] = {"ruda-async": __version__, "python": platform.python_version()}
+    for name, distributions in _PACKAGES:
+        found[name] = next(filter(None, map(_version, distributions)), None)
+    return found
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _examine(info: PluginInfo, test: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "scheme": info.scheme,
+        "summary": "",
+        "origin": info.origin,
+        "status": "unavailable",
+        "detail": "",
+        "latency": None,
+        "parameters": [],
+    }
+    try:
+        plugin: Any = info.load()
+    except TransportUnavailableError as error:
+        return {**found, "detail": str(error)}
+    found["summary"] = plugin.summary
+    if hasattr(plugin, "parameters"):
+        found["parameters"] = [row._asdict() for row in describe_parameters(plugin.parameters)]
+    try:
+        reason = plugin.unavailable()
+    except Exception as error:
+        return {
+            **found,
+            "status": "failed",
+            "detail": f"unavailable() raised {type(error).__name__}: {error}",
+        }
+    if reason is not None:
+        return {**found, "detail": reason}
+    if getattr(plugin, "wraps", False):
+        return {**found, "status": "wrapper", "detail": f"goes around another transport: {info.scheme}+…://"}
+    if not test:
+        return {**found, "status": "usable"}
+    try:
+        return {**found, "status": "works", "latency": _self_test(plugin)}
+    except RudaError as error:
+        return {**found, "status": "failed", "detail": " ".join(str(error).split())}
+
+
+def _self_test(plugin: Any) -> float:
+    """Seconds per 8-byte all-reduce between two ranks over the plugin's example.
+
+    Raises:
+        RudaError: they did not connect, or summed wrongly.
+    """
+    from ..launch.spawn import spawn
+
+    threads = plugin.rank_per == "task"
+    latencies: list[float] = spawn(_probe, 2, plugin.example, timeout=_LIMIT, threads=threads)
+    return max(latencies)
+
+
+def _probe() -> float:
+    """One rank of the self-test."""
+    import numpy as np
+
+    from .. import sync
+
+    with sync.connect(timeout=_LIMIT) as comm:
+        seconds = []
+        for i in range(_WARM_UP + _ROUNDS):
+            value = np.array([comm.rank + i], np.float64)
+            start = time.perf_counter()
+            total = comm.all_reduce_sum(value)
+            seconds.append(time.perf_counter() - start)
+            if total.item() != 2 * i + 1:
+                raise RudaError(f"all_reduce_sum of {i} and {i + 1} gave {total.item():g}", rank=comm.rank)
+    return statistics.median(seconds[_WARM_UP:])
+
+
+# ---------------------------------------------------------------------- printing
+
+_WORDS = {
+    "works": "works",
+    "usable": "usable",
+    "unavailable": "not here",
+    "failed": "FAILED",
+    "wrapper": "wrapper",
+}
+_STYLES = {
+    "works": "green",
+    "usable": "green",
+    "unavailable": "yellow",
+    "failed": "bold red",
+    "wrapper": "cyan",
+}
+
+
+def _print(report: dict[str, Any], parameters: bool) -> None:
+    versions = [[name, version or "not installed"] for name, version in report["versions"].items()]
+    transports, styles = [], []
+    for found in report["transports"]:
+        latency = "" if found["latency"] is None else f"{found['latency'] * 1e6:.0f} µs"
+        status = _WORDS[found["status"]]
+        transports.append([f"{found['scheme']}://", status, latency, found["detail"] or found["summary"]])
+        styles.append(_STYLES[found["status"]])
+    _table("versions", ["package", "version"], versions)
+    _table("transports", ["scheme", "status", "8-byte all-reduce", ""], transports, styles)
+    if parameters:
+        from ..config import CommonParameters
+
+        _parameter_table("parameters of every URL", describe_parameters(CommonParameters))
+        for found in report["transports"]:
+            rows = [ParameterRow(**row) for row in found["parameters"]]
+            if rows:
+                _parameter_table(f"parameters of {found['scheme']}://", rows)
+
+
+def _parameter_table(title: str, rows: list[ParameterRow]) -> None:
+    _table(title, ["name", "type", "default", "unit", ""], [list(row) for row in rows])
+
+
+def _table(title: str, head: list[str], rows: list[list[str]], styles: list[str] | None = None) -> None:
+    """By rich where it is installed and somebody looks, else aligned text."""
+    if sys.stdout.isatty():
+        try:
+            from rich.console import Console
+            from rich.table import Table
+            from rich.text import Text
+        except ImportError:
+            pass
+        else:
+            table = Table(*head, title=title, title_justify="left")
+            for row, style in zip(rows, styles or [""] * len(rows), strict=True):
+                table.add_row(*(Text(cell, style if i == 1 else "") for i, cell in enumerate(row)))
+            Console().print(table)
+            return
+    print(title)
+    widths = [max(len(line[i]) for line in (head, *rows)) for i in range(len(head))]
+    for line in (head, *rows):
+        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        print(("  " + "  ".join(cells)).rstrip())
+    print()

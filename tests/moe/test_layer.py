@@ -1,0 +1,282 @@
+"""The sharded layer against one process: values and all gradients, in float64."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from rank_threads import in_threads
+from support import fresh_url, run_ranks
+from torch import Tensor, nn
+
+from ruda_async import AsyncCommunicator, RudaError, TensorContractError, autograd, moe, sync
+
+WIDTH = 4
+
+
+def _expert(number: int, out: int = WIDTH) -> nn.Module:
+    torch.manual_seed(100 + number)
+    return nn.Sequential(nn.Linear(WIDTH, 6), nn.Tanh(), nn.Linear(6, out)).double()
+
+
+_modules_lock = threading.Lock()
+
+
+def _experts(numbers: range, out: int = WIDTH) -> list[nn.Module]:
+    with _modules_lock:  # torch.manual_seed is shared by the ranks' threads
+        return [_expert(number, out) for number in numbers]
+
+
+def _inputs(rank: int, tokens: int, experts: int, to_one: bool = False) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    values = torch.randn(tokens, WIDTH, dtype=torch.float64, generator=generator)
+    logits = torch.randn(tokens, experts, dtype=torch.float64, generator=generator)
+    if to_one:
+        logits[:, experts - 1] += 100
+    return values.requires_grad_(), logits.requires_grad_()
+
+
+def _loss(output: Tensor, rank: int) -> Tensor:
+    ramp = torch.arange(1.0, output.numel() + 1, dtype=torch.float64).view(output.shape)
+    return ((rank + 1) * ramp * output**2).sum()
+
+
+def _gradients(modules: list[nn.Module]) -> list[Tensor]:
+    return [p.grad for module in modules for p in module.parameters() if p.grad is not None]
+
+
+class Setting:
+    """One layout, numbers of tokens, and router."""
+
+    def __init__(self, counts: list[int], tokens: list[int], k: int, **options: Any) -> None:
+        self.layout = moe.ExpertLayout.of_counts(counts)
+        self.tokens = tokens
+        self.k = k
+        self.to_one = options.pop("to_one", False)
+        self.out = options.pop("out", WIDTH)
+        self.options = options
+
+    def inputs(self, rank: int) -> tuple[Tensor, Tensor]:
+        return _inputs(rank, self.tokens[rank], self.layout.experts, self.to_one)
+
+    def expected(self) -> tuple[Tensor, ...]:
+        """Outputs, and the gradients of tokens, logits and all experts."""
+        pairs = [self.inputs(rank) for rank in range(len(self.tokens))]
+        tokens = torch.cat([x for x, _ in pairs]).detach().requires_grad_()
+        logits = torch.cat([x for _, x in pairs]).detach().requires_grad_()
+        modules = _experts(range(self.layout.experts), self.out)
+        output = moe.reference(tokens, logits, modules, self.k, **self.options)
+        parts = output.split(self.tokens)
+        sum((_loss(part, rank) for rank, part in enumerate(parts)), torch.zeros(())).backward()
+        assert tokens.grad is not None
+        assert logits.grad is not None
+        return output.detach(), tokens.grad, logits.grad, *_gradients(modules)
+
+    def check(self, found: list[tuple[Tensor, Tensor, Tensor, list[Tensor]]]) -> None:
+        output, tokens, logits, *experts = self.expected()
+        tight = {"rtol": 1e-12, "atol": 1e-12}
+        torch.testing.assert_close(torch.cat([f[0] for f in found]), output, **tight)
+        torch.testing.assert_close(torch.cat([f[1] for f in found]), tokens, **tight)
+        torch.testing.assert_close(torch.cat([f[2] for f in found]), logits, **tight)
+        ours = [gradient for f in found for gradient in f[3]]
+        assert len(ours) == len(experts)
+        for one, other in zip(ours, experts, strict=True):
+            torch.testing.assert_close(one, other, **tight)
+
+
+SETTINGS = {
+    "even": Setting([2, 2, 2], [5, 7, 6], 2),
+    "experts not divisible by ranks": Setting([3, 2, 2], [5, 7, 6], 3),
+    "zero tokens on a rank": Setting([2, 1, 2], [5, 0, 6], 2),
+    "no tokens anywhere": Setting([1, 1, 1], [0, 0, 0], 1),
+    "empty owners": Setting([0, 4, 0], [5, 7, 6], 2),
+    "empty owner of another width": Setting([3, 0, 2], [5, 7, 6], 2, out=3),
+    "all tokens to one expert": Setting([2, 2, 1], [5, 7, 6], 1, to_one=True),
+    "every expert": Setting([1, 2, 1], [2, 3, 1], 4),
+    "grouped sigmoid": Setting(
+        [2, 3, 1],
+        [5, 7, 6],
+        2,
+        method="grouped_sigmoid",
+        groups=3,
+        top_groups=2,
+        bias=torch.linspace(-1, 1, 6, dtype=torch.float64),
+        scale=2.5,
+    ),
+}
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_equal_to_one_process(name: str) -> None:
+    setting = SETTINGS[name]
+
+    def body(comm: sync.Communicator) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        tokens, logits = setting.inputs(comm.rank)
+        modules = _experts(setting.layout.local(comm.rank), setting.out)
+        output = moe.moe_layer(
+            comm,
+            tokens,
+            logits,
+            moe.per_expert(modules),
+            setting.layout,
+            setting.k,
+            out_features=setting.out,
+            **setting.options,
+        )
+        _loss(output, comm.rank).backward()
+        assert tokens.grad is not None
+        assert logits.grad is not None
+        return output.detach(), tokens.grad, logits.grad, _gradients(modules)
+
+    setting.check(in_threads(3, body))
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("scheme", ["memory", "tcp"])
+async def test_awaited(scheme: str) -> None:
+    setting = SETTINGS["empty owner of another width"]
+
+    async def body(comm: AsyncCommunicator) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        tokens, logits = setting.inputs(comm.rank)
+        modules = _experts(setting.layout.local(comm.rank), setting.out)
+        compute = moe.per_expert(modules)
+
+        async def experts(rows: Tensor, counts: tuple[int, ...]) -> Tensor:
+            return await asyncio.to_thread(compute, rows, counts)
+
+        output = await moe.aio.moe_layer(
+            autograd.differentiable(comm),
+            tokens,
+            logits,
+            experts,
+            setting.layout,
+            setting.k,
+            out_features=setting.out,
+        )
+        await autograd.backward(_loss(output, comm.rank))
+        assert tokens.grad is not None
+        assert logits.grad is not None
+        return output.detach(), tokens.grad, logits.grad, _gradients(modules)
+
+    setting.check(await run_ranks(3, body, url=fresh_url(scheme)))
+
+
+@pytest.mark.timeout(30)
+def test_inference_is_without_a_graph_and_in_half_precision() -> None:
+    def body(comm: sync.Communicator) -> None:
+        layout = moe.ExpertLayout.even(4, 2)
+        x = torch.ones(3, WIDTH, dtype=torch.bfloat16)
+        with torch.no_grad():
+            double = moe.per_expert([lambda rows: rows * 2] * 2)
+            output = moe.moe_layer(comm, x, torch.zeros(3, 4), double, layout, 2)
+        assert output.dtype == torch.bfloat16
+        assert output.grad_fn is None
+        assert output.unique().tolist() == [2]
+
+    in_threads(2, body)
+
+
+@pytest.mark.timeout(30)
+def test_frozen_tokens_on_some_ranks_and_experts_that_ignore_their_rows() -> None:
+    """Which ranks need gradients differs; all the same, everyone enters backward."""
+
+    def body(comm: sync.Communicator) -> None:
+        layout = moe.ExpertLayout([0, 1, 2])
+        x = torch.ones(2, WIDTH, requires_grad=comm.rank == 0)
+        constant = torch.ones(WIDTH, requires_grad=True)
+
+        def experts(rows: Tensor, counts: tuple[int, ...]) -> Tensor:
+            return rows * 3 if comm.rank == 0 else constant.expand(len(rows), WIDTH)
+
+        output = moe.moe_layer(comm, x, torch.zeros(2, 2), experts, layout, 2)
+        output.sum().backward()
+        if comm.rank == 0:
+            assert x.grad is not None
+            assert x.grad.unique().tolist() == [1.5]  # half of expert 0
+            assert constant.grad is None
+        else:
+            assert x.grad is None
+            assert constant.grad is not None
+            assert constant.grad.tolist() == [2] * WIDTH  # half of four tokens
+
+    in_threads(2, body)
+
+
+@pytest.mark.timeout(30)
+async def test_requests_on_channels_in_any_order() -> None:
+    async def body(comm: AsyncCommunicator) -> None:
+        layout = moe.ExpertLayout.even(3, 2)
+
+        async def request(i: int) -> None:
+            x = torch.full((i % 4, WIDTH), float(i))
+            identity = moe.per_expert([nn.Identity()] * layout.counts[comm.rank])
+            async with comm.channel(f"request {i}") as channel:
+                output = await moe.aio.moe_layer(channel, x, torch.zeros(i % 4, 3), identity, layout, 2)
+            assert not output.requires_grad
+            torch.testing.assert_close(output, x)
+
+        await asyncio.gather(*(request(i) for i in list(range(30))[:: 1 - 2 * comm.rank]))
+
+    with torch.no_grad():  # one block around all tasks, since the mode is the thread's
+        await run_ranks(2, body)
+
+
+@pytest.mark.timeout(30)
+async def test_grad_mode_switched_by_another_task_meanwhile() -> None:
+    async def body(comm: AsyncCommunicator) -> None:
+        layout = moe.ExpertLayout.even(2, 2)
+        x = torch.ones(2, WIDTH, requires_grad=True)
+
+        async def experts(rows: Tensor, counts: tuple[int, ...]) -> Tensor:
+            torch.set_grad_enabled(False)
+            await asyncio.sleep(0)
+            with torch.enable_grad():
+                return rows * 2
+
+        output = await moe.aio.moe_layer(comm, x, torch.zeros(2, 2), experts, layout, 1)
+        torch.set_grad_enabled(True)
+        await autograd.backward(output.sum())
+        assert x.grad is not None
+        assert x.grad.unique().tolist() == [2]
+
+    try:
+        await run_ranks(2, body)
+    finally:
+        torch.set_grad_enabled(True)
+
+
+@pytest.mark.timeout(30)
+def test_bad_input_on_one_rank_fails_all_at_once() -> None:
+    layout = moe.ExpertLayout.even(3, 2)
+
+    def identity(rows: Tensor, counts: tuple[int, ...]) -> Tensor:
+        return rows
+
+    def fail(rows: Tensor, counts: tuple[int, ...]) -> Tensor:
+        raise ZeroDivisionError("an expert's own fault")
+
+    def body(comm: sync.Communicator) -> None:
+        x, logits = torch.ones(2, WIDTH), torch.zeros(2, 3)
+        bad = comm.rank == 1
+        begun = time.monotonic()
+        for arguments, text in [
+            ((x, logits[:, :2] if bad else logits, identity, layout, 1), r"\[2, 3\]"),
+            ((x, logits, identity, moe.ExpertLayout([0, 3]) if bad else layout, 1), "make one for 2"),
+            ((x.long() if bad else x, logits, identity, layout, 1), "tokens are floating"),
+            ((x, logits, identity, layout, 4 if bad else 1), "k=4"),
+            ((x, logits, (lambda rows, n: rows[:0]) if bad else identity, layout, 3), "one row for each"),
+        ]:
+            with pytest.raises(TensorContractError, match=text) as caught:
+                moe.moe_layer(comm, *arguments)
+            assert caught.value.rank == 1
+        with pytest.raises(ZeroDivisionError if bad else RudaError, match="an expert's own fault"):
+            moe.moe_layer(comm, x, logits, fail if bad else identity, layout, 3)
+        assert time.monotonic() - begun < 5  # the calls' deadline is 10 s
+        assert moe.moe_layer(comm, x, logits, identity, layout, 3).equal(x)
+
+    in_threads(2, body)
