@@ -11,13 +11,18 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import signal
 import threading
 import types
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
 from time import monotonic
 from typing import Any, Generic, TypeVar
+
+try:
+    # The module that `signal` wraps: the wrapper's enums would cost more than a small collective.
+    import _signal  # type: ignore[import-not-found]
+except ImportError:  # pragma: no cover
+    import signal as _signal
 
 from .errors import CollectiveTimeoutError, CommunicatorClosedError, RudaError
 
@@ -29,6 +34,9 @@ R = TypeVar("R")
 _LINGER = 0.005
 #: Seconds that an interrupted call may take to withdraw before the interrupt is raised all the same.
 _WITHDRAW = 5.0
+_SIGINT = int(_signal.SIGINT)
+_DEFAULT_HANDLER = _signal.default_int_handler
+_MAIN_THREAD = threading.main_thread().ident
 _ON_ITS_OWN_LOOP = (
     "a blocking call was made on the communicator's own loop; use the asynchronous communicator there"
 )
@@ -301,16 +309,13 @@ def _deferred_interrupt() -> Iterator[_Interrupt]:
     As `asyncio.Runner` does, and like it only where the program has no handler of its own.
     """
     interrupt = _Interrupt()
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-    ):
+    if threading.get_ident() != _MAIN_THREAD or _signal.getsignal(_SIGINT) is not _DEFAULT_HANDLER:
         yield interrupt
         return
-    signal.signal(signal.SIGINT, interrupt.handle)
+    _signal.signal(_SIGINT, interrupt.handle)
     try:
         yield interrupt
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _signal.signal(_SIGINT, _DEFAULT_HANDLER)
     if interrupt.pending:
         raise KeyboardInterrupt

@@ -16,7 +16,7 @@ from ruda_async import AsyncCommunicator
 Body = Callable[[AsyncCommunicator], Awaitable[Any]]
 
 #: Schemes whose ranks may be tasks of one loop.
-SCHEMES = ("memory", "tcp")
+SCHEMES = ("memory", "tcp", "shm") if hasattr(os, "memfd_create") else ("memory", "tcp")
 
 _jobs = itertools.count()
 

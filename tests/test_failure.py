@@ -209,11 +209,22 @@ async def test_late_rank_is_waited_for(url: str) -> None:
     await run_ranks(3, body, url=url)
 
 
+async def leave_behind(comm: AsyncCommunicator, victim: int) -> None:
+    """Rank `victim` aborts once no other rank is in a call any more."""
+    await comm.barrier()
+    if comm.rank != victim:
+        await comm.send(np.ones(1), victim)
+        return
+    for rank in range(comm.world_size):
+        if rank != victim:
+            await comm.recv(rank)
+    comm.abort("to be lost")
+
+
 async def test_lost_peer_and_shrink(url: str) -> None:
     async def body(comm: AsyncCommunicator) -> None:
-        await comm.barrier()
+        await leave_behind(comm, 1)
         if comm.rank == 1:
-            comm.abort("to be lost")
             return
         started = time.monotonic()
         error = await outcome(comm.all_reduce_sum(np.ones(4)))
@@ -233,9 +244,8 @@ async def test_lost_before_the_first_call_of_a_subgroup(url: str) -> None:
     async def body(comm: AsyncCommunicator) -> None:
         half = await comm.split(comm.rank % 2)
         assert half is not None
-        await comm.barrier()
+        await leave_behind(comm, 3)
         if comm.rank == 3:
-            comm.abort("to be lost")
             return
         if comm.rank == 1:
             started = time.monotonic()

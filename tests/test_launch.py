@@ -395,7 +395,7 @@ FACTS = """
 def test_the_secret_is_shared_and_shown_nowhere(script: Callable[[str], str], tmp_path: Path) -> None:
     facts = tmp_path / "facts"
     facts.mkdir()
-    done = launch("-n", "2", script(FACTS), str(facts))
+    done = launch("-n", "2", "--url", "tcp://127.0.0.1:0", script(FACTS), str(facts))
     assert done.returncode == 0, done.stderr
     (first, listening), (second,) = ((facts / rank).read_text().splitlines() for rank in "01")
     secret, url, fd, world_size, local_rank = first.split()
@@ -518,7 +518,10 @@ def test_a_killed_rank_is_reported_by_its_signal() -> None:
     assert (caught.value.rank, caught.value.exitcode) == (1, -signal.SIGKILL)
 
 
-def test_a_killed_rank_is_noticed_though_its_child_lives(tmp_path: Path) -> None:
+def test_a_killed_rank_is_noticed_though_its_child_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["ruda_async.launch.spawn"], "_GRACE", 1000.0)  # to wait it out would hang
     file = tmp_path / "child"
     try:
         with pytest.raises(SpawnError, match="rank 0 was ended by SIGKILL"):

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from support import free_port, fresh_url, outcome, run_ranks
+from support import SCHEMES, free_port, fresh_url, outcome, run_ranks
 
 from ruda_async import AsyncCommunicator, CollectiveTimeoutError, ConfigError, PeerLostError
 
@@ -79,9 +79,9 @@ asyncio.run(main())
 
 
 @contextmanager
-def rank_processes(world: int, options: str = "{}") -> Iterator[list[subprocess.Popen[str]]]:
+def rank_processes(scheme: str, world: int, options: str = "{}") -> Iterator[list[subprocess.Popen[str]]]:
     """Ranks as processes that all-reduce in a loop until a peer is lost, then shrink."""
-    url = fresh_url("tcp")
+    url = fresh_url(scheme)
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(RANK), url, str(r), str(world), options],
@@ -108,21 +108,24 @@ def read_words(rank: subprocess.Popen[str]) -> list[str]:
     return rank.stdout.readline().split()
 
 
-def test_killed_rank_is_noticed_within_a_second() -> None:
-    with rank_processes(4) as ranks:
+@pytest.mark.parametrize(("scheme", "limit"), [("tcp", 1.0), ("shm", 0.1)])
+def test_killed_rank_is_noticed_at_once(scheme: str, limit: float) -> None:
+    if scheme not in SCHEMES:
+        pytest.skip(f"no {scheme} here")
+    with rank_processes(scheme, 4) as ranks:
         killed = time.time()
         ranks[2].kill()
         for number in (0, 1, 3):
             word, lost, when = read_words(ranks[number])
             assert (word, lost) == ("lost", "2")
-            assert float(when) - killed < 1
+            assert float(when) - killed < limit
         for number, rank in ((0, 0), (1, 1), (3, 2)):
             assert read_words(ranks[number]) == ["shrunk", str(rank), "3", "3.0"]
             assert ranks[number].wait(10) == 0
 
 
 def test_stopped_rank_is_noticed_by_its_silence() -> None:
-    with rank_processes(3, "{'heartbeat': 0.5}") as ranks:
+    with rank_processes("tcp", 3, "{'heartbeat': 0.5}") as ranks:
         stopped = time.time()
         ranks[1].send_signal(signal.SIGSTOP)
         for number in (0, 2):

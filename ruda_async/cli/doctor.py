@@ -125,10 +125,11 @@ def _self_test(plugin: Any) -> float:
     Raises:
         RudaError: they did not connect, or summed wrongly.
     """
+    from ..launch.plan import fresh_url
     from ..launch.spawn import spawn
 
     threads = plugin.rank_per == "task"
-    latencies: list[float] = spawn(_probe, 2, plugin.example, timeout=_LIMIT, threads=threads)
+    latencies: list[float] = spawn(_probe, 2, fresh_url(plugin), timeout=_LIMIT, threads=threads)
     return max(latencies)
 
 

@@ -16,7 +16,7 @@ from ..transport.base import Plugin
 from ..transport.registry import default_plugin, get_plugin, is_network
 from ..url import UrlParts, split_url
 
-__all__ = ["Plan", "prepare"]
+__all__ = ["Plan", "fresh_url", "prepare"]
 
 _LOOPBACK = "127.0.0.1"
 #: Connections that may wait at the listener while rank 0 still starts, beyond one for each rank.
@@ -84,7 +84,7 @@ def prepare(
     if url is None and not environ.get("RUDA_RANK"):
         url = environ.get("RUDA_URL") or None
     if url is None:
-        url = _fresh(default_plugin(rank_per))
+        url = fresh_url(default_plugin(rank_per))
     parts = split_url(url)
     plugin = get_plugin(parts.scheme) if parts.scheme else None
     if plugin is not None:
@@ -102,12 +102,11 @@ def prepare(
     return Plan(url, world_size, listener, None if config.secret else secrets.token_hex(32))
 
 
-def _fresh(plugin: Plugin) -> str:
-    """The plugin's example under a job name of its own, so that jobs of one process do not meet."""
-    name = f"job-{os.getpid()}-{secrets.token_hex(4)}"
-    if is_network(plugin):
-        return f"{plugin.example.partition('?')[0].rstrip('/')}/{name}"
-    return f"{plugin.scheme}://{name}"
+def fresh_url(plugin: Plugin) -> str:
+    """The plugin's example under a job name of its own, so that jobs on this host do not meet."""
+    place, question, query = plugin.example.partition("?")
+    base = f"{place.rstrip('/')}/" if is_network(plugin) else f"{plugin.scheme}://"
+    return f"{base}job-{os.getpid()}-{secrets.token_hex(4)}{question}{query}"
 
 
 def _check(plugin: Plugin, parts: UrlParts, world_size: int, rank_per: str) -> None:

@@ -231,7 +231,7 @@ class _Processes(_Ranks):
                     raise EOFError
                 value, error, trace = pickle.loads(pipe.recv_bytes())
             except (EOFError, OSError):
-                process.join(_GRACE)
+                self._wait(rank, time.monotonic() + _GRACE)
                 return _Outcome(rank, exitcode=1 if process.exitcode is None else process.exitcode)
             except Exception as failure:
                 text = f"what it returned cannot be unpickled here: {failure}"
@@ -241,15 +241,15 @@ class _Processes(_Ranks):
     def end(self) -> None:
         patience = time.monotonic() + _GRACE
         if not self._pipes:  # all have answered, and are on their way out
-            for process in self._processes:
-                process.join(max(0.0, patience - time.monotonic()))
+            for rank in range(len(self._processes)):
+                self._wait(rank, patience)
         for step in (SpawnProcess.terminate, SpawnProcess.kill):
             patience = time.monotonic() + _GRACE
             for process in self._processes:
                 if process.is_alive():
                     step(process)
-            for process in self._processes:
-                process.join(max(0.0, patience - time.monotonic()))
+            for rank in range(len(self._processes)):
+                self._wait(rank, patience)
         for rank, process in enumerate(self._processes):
             if self._deaths[rank] != process.sentinel:
                 os.close(self._deaths[rank])
@@ -257,6 +257,11 @@ class _Processes(_Ranks):
                 process.close()
         for pipe in self._pipes.values():
             pipe.close()
+
+    def _wait(self, rank: int, until: float) -> None:
+        """Wait until the rank's process is gone. (`join` would also wait for children that it forked.)"""
+        if self._processes[rank].exitcode is None:
+            connection.wait([self._deaths[rank]], max(0.0, until - time.monotonic()))
 
 
 def _death_of(process: SpawnProcess) -> int:

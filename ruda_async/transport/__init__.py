@@ -42,11 +42,14 @@ from .matching import (
     gather_bytes,
     scatter,
 )
-from .parameters import param
+from .mesh import MAX_STRANGERS, Endpoint, Mesh
+from .parameters import extract_parameters, merge_parameters, param
+from .registry import WrapperPlugin
 
 __all__ = [
     "DONE",
     "MAX_HEAD",
+    "MAX_STRANGERS",
     "Arrived",
     "AuthenticationError",
     "Buffer",
@@ -57,11 +60,13 @@ __all__ = [
     "CommunicatorClosedError",
     "ConfigError",
     "DeviceBuffer",
+    "Endpoint",
     "Envelope",
     "FramedTransport",
     "Inbox",
     "Job",
     "Meeting",
+    "Mesh",
     "Message",
     "PeerLostError",
     "Plugin",
@@ -74,11 +79,14 @@ __all__ = [
     "Transport",
     "TransportUnavailableError",
     "UnexpectedMessage",
+    "WrapperPlugin",
     "awaitable",
     "check_peer",
     "copy",
+    "extract_parameters",
     "fail_future",
     "gather_bytes",
+    "merge_parameters",
     "never_stale",
     "param",
     "prove",

@@ -21,6 +21,7 @@ import contextlib
 import hmac
 import os
 import socket
+import struct
 import time
 from typing import Any
 
@@ -38,6 +39,7 @@ _LEAD = len(_MAGIC) + 1
 _GIVEN_UP = bytes(_MAC)
 _REFUSED, _ACCEPTED = b"\0", b"\1"
 _SHOWN = 16
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
 async def prove(
@@ -60,6 +62,7 @@ async def prove(
         CollectiveTimeoutError: the deadline passed.
         ConnectionError: the peer closed the connection; other `OSError` as the socket raises them.
     """
+    _check_user(sock)
     loop = asyncio.get_running_loop()
     side = _prove_as_server if server else _prove_as_client
     try:
@@ -127,6 +130,17 @@ async def _prove_as_client(
     verdict = await read_exactly(loop, sock, 1)
     if verdict != _ACCEPTED:
         raise _unproved(sock, secret)
+
+
+def _check_user(sock: socket.socket) -> None:
+    """On a Unix socket, the kernel says whose process the peer is: it has to be this user's."""
+    if sock.family != getattr(socket, "AF_UNIX", None) or not hasattr(socket, "SO_PEERCRED"):
+        return
+    _, user, _ = _CREDENTIALS.unpack(
+        sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
+    if user not in (os.getuid(), 0):
+        raise AuthenticationError(f"{peer_text(sock)} is a process of user {user}, not of this one")
 
 
 def _code(secret: Secret, label: bytes, nonces: bytes, context: bytes) -> bytes:

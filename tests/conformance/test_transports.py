@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import pytest
-from support import fresh_url
+from support import SCHEMES, fresh_url
 
 from ruda_async.transport.conformance import SCENARIOS, run_scenario
 
-IN_LOOP = [("memory", "loop"), ("memory", "threads"), ("tcp", "loop"), ("tcp", "threads")]
+RUNS = [(scheme, ranks) for scheme in SCHEMES for ranks in ("loop", "threads")]
+BETWEEN_PROCESSES = ["sizes", "flood_of_early_messages", "goodbye", "aborted_peer"]
 
 
 @pytest.mark.parametrize("name", sorted(SCENARIOS))
-@pytest.mark.parametrize(("scheme", "ranks"), IN_LOOP, ids="-".join)
+@pytest.mark.parametrize(("scheme", "ranks"), RUNS, ids=lambda value: value)
 def test_conformance(scheme: str, ranks: str, name: str) -> None:
     run_scenario(name, fresh_url(scheme), ranks=ranks)
 
 
-@pytest.mark.parametrize("name", ["sizes", "flood_of_early_messages", "goodbye", "aborted_peer"])
-def test_conformance_between_processes(name: str) -> None:
-    run_scenario(name, fresh_url("tcp"), ranks="processes")
+@pytest.mark.parametrize("name", BETWEEN_PROCESSES)
+@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "memory"])
+def test_conformance_between_processes(scheme: str, name: str) -> None:
+    run_scenario(name, fresh_url(scheme), ranks="processes")
 
 
 def test_a_broken_transport_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,13 +52,16 @@ class RingStream:
         # for, the loop comes back by itself.
         self._reading_again = False
         self._writing_again = False
+        self._looking = False
         self._full = False
         self._gone = False
         self._closed = False
+        self.write: Callable[[Sequence[Buffer | bytes]], int] = self._write
+        self.read_into: Callable[[memoryview], int] = self._read_into
 
     # ------------------------------------------------------------------ bytes
 
-    def write(self, buffers: Sequence[Buffer | bytes]) -> int:
+    def _write(self, buffers: Sequence[Buffer | bytes]) -> int:
         """See `ByteStream.write`. Where it takes nothing, it has asked for a doorbell."""
         if self._gone:
             raise BrokenPipeError("the peer's process is gone")
@@ -70,16 +73,24 @@ class RingStream:
             self._ring()
         return size
 
-    def read_into(self, buffer: memoryview) -> int:
-        """See `ByteStream.read_into`. Where it finds less than asked, it has asked for a doorbell."""
+    def _read_into(self, buffer: memoryview) -> int:
+        """See `ByteStream.read_into`. Where it finds less than asked, it has asked for a doorbell.
+
+        Not so while somebody looks instead of waiting: the peer then need not ring, and this side asks
+        when its loop turns.
+        """
         incoming = self._in
         size = incoming.read_into(buffer)
-        while size < len(buffer):
-            if incoming.wait_as_reader():
-                break
-            size += incoming.read_into(buffer[size:])
-        else:
+        if self._looking:
+            self._looking = size == len(buffer)
             self._read_again()
+        else:
+            while size < len(buffer):
+                if incoming.wait_as_reader():
+                    break
+                size += incoming.read_into(buffer[size:])
+            else:
+                self._read_again()
         if size:
             if incoming.writer_waits():
                 self._ring()
@@ -90,7 +101,8 @@ class RingStream:
 
     def await_bytes(self) -> bool:
         """See `ByteStream.await_bytes`: spin on the ring, which needs no doorbell meanwhile."""
-        return self._in.spin(self._patience)
+        self._looking = self._in.spin(self._patience)
+        return self._looking
 
     # ------------------------------------------------------------------ doorbells
 

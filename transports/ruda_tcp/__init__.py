@@ -40,7 +40,7 @@ class TcpParameters:
         minimum=4096,
     )
     segment_bytes: int = param(
-        512 * 1024,
+        1024 * 1024,
         doc="the size to which pipelined algorithms cut large messages",
         unit="bytes",
         minimum=1024,

@@ -22,6 +22,8 @@ _TURN = 1024 * 1024
 #: their bytes are not read here only to be copied on.
 _STAGE = 128 * 1024
 _PEEK = 2048
+#: Payload read at once: what the peer has just written is still in the processor's cache.
+_BITE = 256 * 1024
 #: Misses in a row after which the next twice as many waits do not look at the stream first.
 _LUCK = 8
 
@@ -101,6 +103,7 @@ class Receiver:
 
         A peer that answers late makes looking a waste, so it is done less often after every miss.
         """
+        self._sender.push()
         if self._luck <= 0:
             self._luck += 1
             return
@@ -172,7 +175,7 @@ class Receiver:
             while budget > 0:
                 current = self._current
                 if current is not None:
-                    target = current.target(min(self._left, budget))
+                    target = current.target(min(self._left, _BITE))
                     size = read_into(target)
                     if not size:
                         return self._on_end(None)
@@ -218,12 +221,12 @@ class Receiver:
             start = body
             kind, nbytes = frame.kind, frame.payload_bytes
             if kind == wire.MESSAGE:
-                if nbytes <= stop - start:
+                if nbytes <= stop - start and not frame.flags:
                     self._message(frame.tag, head, view[start : start + nbytes])
                     start += nbytes
                     self._bulk = nbytes > _PEEK
                     continue
-                self._begin_message(frame.tag, head, nbytes)
+                self._begin_message(frame.tag, head, nbytes, bool(frame.flags & FOLLOWS))
             elif kind == wire.DATA:
                 inbound = self._inbound.get(frame.ident)
                 if inbound is None or not 0 < nbytes <= inbound.nbytes - inbound.received:
@@ -281,13 +284,16 @@ class Receiver:
         self.early_bytes -= nbytes
         self.owe(nbytes + OVERHEAD)
 
-    def _begin_message(self, tag: int, head: bytes, nbytes: int) -> None:
-        """A small message whose payload is still coming."""
+    def _begin_message(self, tag: int, head: bytes, nbytes: int, follows: bool) -> None:
+        """A message whose payload is still coming: a small one, or a large one that was announced."""
         self.messages += 1
         self.bytes += nbytes
-        if nbytes > self._announce_beyond:
+        if (nbytes > self._announce_beyond) is not follows:
             raise ProtocolError(f"a message of {nbytes} bytes came without an offer")
-        inbound = Inbound(self, -1, tag, head, nbytes, asked=True, cost=nbytes + OVERHEAD)
+        if follows and not self.inbox.expects(tag):
+            self._use_spare(tag, nbytes)
+        cost = 0 if follows else nbytes + OVERHEAD
+        inbound = Inbound(self, -1, tag, head, nbytes, asked=True, cost=cost)
         self._match(inbound)
         self._current, self._left = inbound, nbytes
 
@@ -349,14 +355,21 @@ class Receiver:
         follows = bool(frame.flags & FOLLOWS)
         inbound = Inbound(self, frame.ident, tag, head, frame.payload_bytes, asked=follows)
         self._inbound[frame.ident] = inbound
-        if not self.inbox.expects(tag):
-            spare = self._spare.get(tag, 0) if frame.payload_bytes > self._announce_beyond else 0
-            if spare:  # the sender goes by an announcement whose receive was withdrawn
-                self._set_spare(tag, spare - 1)
+        if frame.payload_bytes > self._announce_beyond and not self.inbox.expects(tag):
+            if follows:
+                self._use_spare(tag, frame.payload_bytes)
+            elif tag in self._spare:  # the sender will take our announcement for this message's
+                self._use_spare(tag, frame.payload_bytes)
                 inbound.asked = True
-            elif follows and not self.is_stale(tag):
-                raise ProtocolError(f"{frame.payload_bytes} bytes follow that nobody was ready for")
         self._match(inbound)
+
+    def _use_spare(self, tag: int, nbytes: int) -> None:
+        """A message goes by an announcement whose receive was withdrawn."""
+        spare = self._spare.get(tag, 0)
+        if spare:
+            self._set_spare(tag, spare - 1)
+        elif not self.is_stale(tag):
+            raise ProtocolError(f"{nbytes} bytes follow that nobody was ready for")
 
     # ------------------------------------------------------------------ ending
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from .. import wire
 from ..base import DONE, Buffer
@@ -24,6 +26,8 @@ _PART = 1024 * 1024
 _TURN = 1024 * 1024
 #: Buffers handed to one write; systems allow 1024.
 _VECTOR = 256
+#: Frames in the queue that share one write.
+_COMPANY = 16
 
 
 class Sender:
@@ -55,6 +59,7 @@ class Sender:
         self._announced: dict[int, int] = {}
         self._ident = 0
         self._writing = False
+        self._flushing = False
         self._ended = False
         self.refusal: BaseException | None = None
         self.spoke = False
@@ -70,23 +75,47 @@ class Sender:
         nbytes = buffers[0].nbytes if len(buffers) == 1 else sum(b.nbytes for b in buffers)
         self.messages += 1
         self.bytes += nbytes
-        cost = nbytes + OVERHEAD
-        if nbytes > self._eager or cost > self._credit:
+        flags = 0
+        if nbytes > self._eager:
+            if nbytes > _PART or not self._take_announcement(tag):
+                return self._offer(tag, buffers, head, nbytes)
+            flags = FOLLOWS
+        elif nbytes + OVERHEAD > self._credit:
             return self._offer(tag, buffers, head, nbytes)
-        self._credit -= cost
-        frame = wire.encode(wire.MESSAGE, tag, nbytes, head)
-        if self._queue or self._streams or len(buffers) >= _VECTOR:
-            return self._enqueue([memoryview(frame), *buffers])  # type: ignore[list-item]
+        else:
+            self._credit -= nbytes + OVERHEAD
+        views = [wire.encode(wire.MESSAGE, tag, nbytes, head, 0, flags), *buffers]
+        if self._writing or self._streams or len(buffers) >= _VECTOR:
+            return self._enqueue([memoryview(v) for v in views])  # type: ignore[arg-type]
+        return self._write_now(views)
+
+    def _take_announcement(self, tag: int) -> bool:
+        """Use up the peer's word that a large receive of `tag` waits, if it gave one."""
+        announced = self._announced.get(tag, 0)
+        if not announced:
+            return False
+        if announced == 1:
+            del self._announced[tag]
+        else:
+            self._announced[tag] = announced - 1
+        return True
+
+    def _write_now(self, views: list[Any]) -> Awaitable[None]:
+        """Write a message at once, behind control frames that wait for company."""
+        queue = self._queue
+        while queue:
+            views = [*queue.pop().views, *views]
+        total = sum(v.nbytes if isinstance(v, memoryview) else len(v) for v in views)
         try:
-            sent = self._write((frame, *buffers))
+            sent = self._write(views)
         except (BlockingIOError, InterruptedError):
             sent = 0
         except OSError as error:
             raise self._on_broken(error) from None
         self.spoke = True
-        if sent == len(frame) + nbytes:
+        if sent == total:
             return DONE
-        return self._enqueue(_rest([memoryview(frame), *buffers], sent))  # type: ignore[list-item]
+        return self._enqueue(_rest([memoryview(v) for v in views], sent))
 
     def _enqueue(self, views: list[memoryview]) -> Awaitable[None]:
         """Write behind what is being written already; the caller's memory is used until then."""
@@ -98,11 +127,22 @@ class Sender:
         return future
 
     def control(self, frame: bytes) -> None:
-        """Write a frame that has no payload."""
+        """Write a frame that has no payload: with the next message, or when the loop turns."""
         if self._ended:
             return
         self._queue.append(Item([memoryview(frame)], None))
-        if not self._writing:
+        if not self._writing and not self._flushing:
+            self._flushing = True
+            self._loop.call_soon(self._flush_soon)
+
+    def _flush_soon(self) -> None:
+        self._flushing = False
+        if not self._ended:
+            self.push()
+
+    def push(self) -> None:
+        """Write what waits for company: somebody is about to wait for the answer."""
+        if self._queue and not self._writing:
             self.flush()
 
     def _offer(self, tag: int, buffers: Sequence[Buffer], head: bytes, nbytes: int) -> Awaitable[None]:
@@ -110,12 +150,7 @@ class Sender:
         self._ident = ident = (self._ident + 1) & 0xFFFFFFFF
         future: asyncio.Future[None] = self._loop.create_future()
         message = Outbound(ident, tag, buffers, nbytes, future)
-        announced = self._announced.get(tag, 0) if nbytes > self._eager else 0
-        if announced:
-            if announced == 1:
-                del self._announced[tag]
-            else:
-                self._announced[tag] = announced - 1
+        if nbytes > self._eager and self._take_announcement(tag):
             frame = wire.encode(wire.OFFER, tag, nbytes, head, ident, FOLLOWS)
             self._queue.append(Item([memoryview(frame)], None))
             self._start(message)
@@ -208,21 +243,34 @@ class Sender:
                             self._stream.end()
                         return
                     self._next_part()
-                item = queue[0]
-                sent = self._write(item.views[:_VECTOR])
+                views = queue[0].views
+                if len(queue) > 1:
+                    views = [view for item in itertools.islice(queue, _COMPANY) for view in item.views]
+                sent = self._write(views[:_VECTOR])
                 self.spoke = True
                 written += sent
-                item.views = _rest(item.views, sent)
-                if not item.views:
-                    queue.popleft()
-                    if item.future is not None and not item.future.done():
-                        item.future.set_result(None)
+                self._sent(sent)
         except (BlockingIOError, InterruptedError):
             pass
         except OSError as error:
             self._on_broken(error)
             return
         self._want_write()
+
+    def _sent(self, size: int) -> None:
+        """`size` bytes off the front of the queue have left."""
+        queue = self._queue
+        while queue:
+            item = queue[0]
+            length = sum(map(len, item.views))
+            if size < length:
+                item.views = _rest(item.views, size)
+                return
+            size -= length
+            queue.popleft()
+            item.views = []
+            if item.future is not None and not item.future.done():
+                item.future.set_result(None)
 
     def _next_part(self) -> None:
         """Queue the next part of the next large message, in turn."""

@@ -1,0 +1,219 @@
+"""Linking the ranks of one host: a Unix socket per pair, and over it a memory file with two rings."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import mmap
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgpack
+
+from ruda_async.transport import (
+    MAX_STRANGERS,
+    ConfigError,
+    Endpoint,
+    Job,
+    Mesh,
+    PeerLostError,
+    ProtocolError,
+    Terms,
+)
+
+from .ring import HEADER_BYTES, Ring
+from .stream import RingStream
+
+if TYPE_CHECKING:
+    from . import ShmParameters
+
+__all__ = ["open_pairs"]
+
+_SIZE = struct.Struct("<Q")
+#: A Unix socket's name has room for 107 bytes in all.
+_LONG_NAME = 64
+#: Ring capacities by world size: all pairs together stay within a few hundred megabytes.
+_CAPACITIES = ((8, 1 << 20), (24, 1 << 18), (1 << 31, 1 << 16))
+
+
+class _Peer(NamedTuple):
+    """What a rank tells the others of itself."""
+
+    address: str
+    pid: int
+    terms: Terms
+
+    def pack(self) -> bytes:
+        packed: bytes = msgpack.packb(
+            [self.address, self.pid, self.terms.eager_bytes, self.terms.early_bytes]
+        )
+        return packed
+
+    @classmethod
+    def unpack(cls, data: bytes, rank: int) -> _Peer:
+        """Read and check what rank `rank` told."""
+        try:
+            address, pid, eager, early = msgpack.unpackb(data, max_str_len=108, max_array_len=4)
+            if type(address) is not str or not all(type(n) is int and n >= 0 for n in (pid, eager, early)):
+                raise ValueError
+        except (ValueError, TypeError, msgpack.UnpackException):
+            raise ProtocolError(f"rank {rank} sent no usable address", rank=rank) from None
+        return cls(address, pid, Terms(eager, early))
+
+    def endpoint(self) -> Endpoint:
+        """Where to dial this rank."""
+
+        async def find() -> tuple[int, Any]:
+            return socket.AF_UNIX, self.address
+
+        return Endpoint(find, f"process {self.pid}")
+
+
+async def open_pairs(
+    job: Job, parameters: ShmParameters, ours: Terms
+) -> tuple[dict[int, RingStream], dict[int, Terms]]:
+    """A stream to every other rank, and the terms of each.
+
+    Raises:
+        ConfigError: the rings cannot be had; and what `Job.meet` and `Mesh.link` raise.
+    """
+    ring_bytes = _ring_bytes(job, parameters)
+    # Names that begin with a zero byte are the kernel's own: no file, gone with the socket.
+    name = job.name
+    if len(name.encode()) > _LONG_NAME:
+        name = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
+    meeting_place = f"\0ruda-async/{os.getuid()}/{name}"
+    if job.world_size == 1:
+        await job.meet(b"", meeting_place)
+        return {}, {}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        address = f"\0ruda-async/{os.getuid()}/{secrets.token_hex(16)}"
+        listener.bind(address)
+        listener.listen(job.world_size + MAX_STRANGERS)
+        listener.setblocking(False)
+        meeting = await job.meet(_Peer(address, os.getpid(), ours).pack(), meeting_place)
+        peers = {r: _Peer.unpack(data, r) for r, data in enumerate(meeting.payloads) if r != job.rank}
+        mesh = Mesh(job, meeting.session)
+        await mesh.link(listener, {rank: peer.endpoint() for rank, peer in peers.items()})
+    streams: dict[int, RingStream] = {}
+    try:
+        spin = _spin(job, parameters)
+        for rank in sorted(mesh.sockets):
+            label = f"process {peers[rank].pid}"
+            sock = mesh.sockets[rank]
+            # The higher rank of a pair makes the memory, as it is the one that dialled.
+            opening = _give(job, sock, ring_bytes) if rank < job.rank else _take(job, sock, rank)
+            memory = await opening
+            streams[rank] = _stream(sock, memory, rank < job.rank, spin, label)
+    except BaseException:
+        for stream in streams.values():
+            stream.close()
+        for sock in mesh.sockets.values():
+            sock.close()
+        raise
+    return streams, {rank: peer.terms for rank, peer in peers.items()}
+
+
+def _ring_bytes(job: Job, parameters: ShmParameters) -> int:
+    size = parameters.ring_bytes
+    if not size:
+        return next(capacity for most, capacity in _CAPACITIES if job.world_size <= most)
+    if size & (size - 1) or size < 4096:
+        raise ConfigError(
+            f"ring_bytes={size} is not a power of two from 4096 on; try {1 << size.bit_length()}"
+        )
+    return size
+
+
+def _spin(job: Job, parameters: ShmParameters) -> float:
+    if parameters.spin >= 0:
+        return parameters.spin
+    # Spinning on a core that the peer needs makes both late.
+    return 20e-6 if job.world_size <= len(os.sched_getaffinity(0)) else 0.0
+
+
+async def _give(job: Job, sock: socket.socket, ring_bytes: int) -> mmap.mmap:
+    """Make the pair's memory and hand it to the peer."""
+    size = 2 * (HEADER_BYTES + ring_bytes)
+    try:
+        descriptor = os.memfd_create("ruda-async", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, size)
+            os.posix_fallocate(descriptor, 0, size)  # now, rather than a SIGBUS in the middle of a copy
+            memory = mmap.mmap(descriptor, size)
+            await _ready(job, sock, partial(socket.send_fds, sock, [_SIZE.pack(size)], [descriptor]))
+        finally:
+            os.close(descriptor)
+    except BrokenPipeError:
+        raise PeerLostError(f"rank {job.rank}: a rank died while memory was shared with it") from None
+    except OSError as error:
+        raise ConfigError(
+            f"rank {job.rank} cannot have {size} bytes of shared memory per pair of ranks "
+            f"({error.strerror}); give a smaller ring_bytes= than {ring_bytes}, or more memory"
+        ) from None
+    return memory
+
+
+async def _take(job: Job, sock: socket.socket, rank: int) -> mmap.mmap:
+    """The pair's memory, from the peer."""
+    data, descriptors, _, _ = await _ready(
+        job, sock, partial(socket.recv_fds, sock, _SIZE.size, 1), reading=True
+    )
+    try:
+        if len(data) != _SIZE.size or len(descriptors) != 1:
+            raise PeerLostError(f"rank {rank} died, or had no memory to share", rank=rank)
+        (size,) = _SIZE.unpack(data)
+        capacity = size // 2 - HEADER_BYTES
+        if (
+            os.fstat(descriptors[0]).st_size != size
+            or capacity < 4096
+            or capacity & (capacity - 1)
+            or size % 2
+        ):
+            raise ProtocolError(f"rank {rank} shared {size} bytes, which are no two rings", rank=rank)
+        return mmap.mmap(descriptors[0], size)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+async def _ready(job: Job, sock: socket.socket, call: Callable[[], Any], *, reading: bool = False) -> Any:
+    """Repeat a call on a non-blocking socket until it goes through, before the deadline."""
+    loop = asyncio.get_running_loop()
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            return call()
+        able: asyncio.Future[None] = loop.create_future()
+        watch, forget = (
+            (loop.add_reader, loop.remove_reader) if reading else (loop.add_writer, loop.remove_writer)
+        )
+        watch(sock.fileno(), _settle, able)
+        try:
+            async with asyncio.timeout(job.remaining()):
+                await able
+        except TimeoutError:
+            job.remaining()
+            raise
+        finally:
+            forget(sock.fileno())
+
+
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _stream(sock: socket.socket, memory: mmap.mmap, higher: bool, spin: float, label: str) -> RingStream:
+    """The first ring is the higher rank's to write, the second the lower's."""
+    view = memoryview(memory)
+    half = len(view) // 2
+    first, second = Ring(view[:half]), Ring(view[half:])
+    outgoing, incoming = (first, second) if higher else (second, first)
+    view.release()
+    return RingStream(sock, memory, outgoing, incoming, spin, label)
