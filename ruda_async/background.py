@@ -25,6 +25,7 @@ except ImportError:  # pragma: no cover
     import signal as _signal
 
 from .errors import CollectiveTimeoutError, CommunicatorClosedError, RudaError
+from .transport.framed.activity import blocking
 
 __all__ = ["BackgroundLoop", "Work"]
 
@@ -34,6 +35,8 @@ R = TypeVar("R")
 _LINGER = 0.005
 #: Seconds that an interrupted call may take to withdraw before the interrupt is raised all the same.
 _WITHDRAW = 5.0
+#: Seconds that a call run by hand may wait for the bytes it needs before the loop waits for it.
+_BLOCK = 0.001
 _SIGINT = int(_signal.SIGINT)
 _DEFAULT_HANDLER = _signal.default_int_handler
 _MAIN_THREAD = threading.main_thread().ident
@@ -179,12 +182,14 @@ class BackgroundLoop:
                 first = None
                 if by_hand:
                     asyncio._set_running_loop(self._loop)
+                    blocking.seconds = _BLOCK
                     try:
                         first = call.send(None)
                     except StopIteration as done:
                         result: R = done.value
                         return result
                     finally:
+                        blocking.seconds = 0.0
                         asyncio._set_running_loop(None)
                 task = self._loop.create_task(_rest(call, first) if by_hand else call)
                 interrupt.on_interrupt(lambda: self._loop.call_soon_threadsafe(task.cancel))

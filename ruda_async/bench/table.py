@@ -76,11 +76,12 @@ _SPARE = ("min", "alg bw", "p90", "stall")
 
 def _rich_table(section: Section, console: Console) -> Table:
     """As many columns as the terminal has room for."""
+    unbounded = console.options.update(width=10_000)
     names = columns(section.peers)
     for spare in ("", *_SPARE):
         names = [name for name in names if name != spare]
         table = _rich_columns(section, names)
-        if console.measure(table).maximum <= console.width:
+        if console.measure(table, options=unbounded).maximum <= console.width:
             break
     return table
 

@@ -25,10 +25,10 @@ from .base import (
     Ready,
     Transport,
     UnexpectedMessage,
-    check_peer,
     never_stale,
+    no_peer,
 )
-from .framed import ByteStream, FramedTransport, Terms
+from .framed import ByteStream, FramedTransport, Terms, blocking
 from .handshake import prove, read_exactly
 from .job import Job, Meeting, Secret
 from .matching import (
@@ -81,13 +81,14 @@ __all__ = [
     "UnexpectedMessage",
     "WrapperPlugin",
     "awaitable",
-    "check_peer",
+    "blocking",
     "copy",
     "extract_parameters",
     "fail_future",
     "gather_bytes",
     "merge_parameters",
     "never_stale",
+    "no_peer",
     "param",
     "prove",
     "read_exactly",

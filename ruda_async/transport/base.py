@@ -222,10 +222,9 @@ class Plugin(Protocol):
         ...
 
 
-def check_peer(peer: int, rank: int, world_size: int) -> None:
-    """Raise `ValueError` for a peer that is not another rank of this job."""
-    if not 0 <= peer < world_size or peer == rank:
-        raise ValueError(f"peer {peer} is not another rank of a job of {world_size} (this is rank {rank})")
+def no_peer(peer: int, rank: int, world_size: int) -> ValueError:
+    """What to raise for a peer that is not another rank of this job."""
+    return ValueError(f"peer {peer} is not another rank of a job of {world_size} (this is rank {rank})")
 
 
 def never_stale(tag: int) -> bool:

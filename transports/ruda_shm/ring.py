@@ -126,6 +126,10 @@ class Ring:
                 return not self.wait_as_reader()
         return True
 
+    def filled(self) -> bool:
+        """Whether there is something to read."""
+        return self._counters[_WRITTEN] != self._mine
+
     def wait_as_reader(self) -> bool:
         """Ask for a doorbell at the next write; False where something came meanwhile."""
         self._counters[_READER_WAITS] = 1

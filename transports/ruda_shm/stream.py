@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+import select
 import socket
 from collections.abc import Callable, Sequence
 
-from ruda_async.transport import Buffer
+from ruda_async.transport import Buffer, blocking
 
 from .ring import Ring
 
@@ -50,6 +51,9 @@ class RingStream:
         self._on_writable: Callable[[], None] | None = None
         # Readiness is level-triggered, as a socket's: while there is more to do and no doorbell was asked
         # for, the loop comes back by itself.
+        poller = select.poll()
+        poller.register(sock, select.POLLIN)
+        self._poll = poller.poll
         self._reading_again = False
         self._writing_again = False
         self._looking = False
@@ -101,8 +105,18 @@ class RingStream:
 
     def await_bytes(self) -> bool:
         """See `ByteStream.await_bytes`: spin on the ring, which needs no doorbell meanwhile."""
-        self._looking = self._in.spin(self._patience)
+        self._looking = self._in.spin(self._patience) or (blocking.seconds > 0 and self._sleep())
         return self._looking
+
+    def _sleep(self) -> bool:
+        """Wait for the doorbell, since this thread may block; whether bytes came."""
+        if self._in.wait_as_reader() and self._poll(blocking.seconds * 1000):
+            try:
+                if not self._sock.recv(4096):
+                    self._lose()
+            except OSError:
+                self._lose()
+        return self._in.filled()
 
     # ------------------------------------------------------------------ doorbells
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
 from collections.abc import Callable, Sequence
 
-from ruda_async.transport import Buffer
+from ruda_async.transport import Buffer, blocking
 
 __all__ = ["SocketStream"]
 
@@ -21,13 +22,17 @@ class SocketStream:
         self._address = sock.getpeername()[:2]
         self._writing = False
         self._closed = False
+        poller = select.poll()
+        poller.register(sock, select.POLLIN)
+        self._poll = poller.poll
         # The two hot calls are the socket's own, without a wrapper around them.
         self.write: Callable[[Sequence[Buffer | bytes]], int] = sock.sendmsg  # type: ignore[assignment]
         self.read_into: Callable[[memoryview], int] = sock.recv_into
 
     def await_bytes(self) -> bool:
-        """See `ByteStream.await_bytes`: looking costs as much as reading."""
-        return True
+        """See `ByteStream.await_bytes`: looking costs as much as reading, unless it may block."""
+        seconds = blocking.seconds
+        return not seconds or bool(self._poll(seconds * 1000))
 
     def on_readable(self, callback: Callable[[], None]) -> None:
         """See `ByteStream.on_readable`."""

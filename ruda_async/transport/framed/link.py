@@ -15,6 +15,7 @@ import asyncio
 from collections.abc import Callable
 
 from ...errors import PeerLostError, ProtocolError
+from .activity import Activity
 from .receiver import Receiver
 from .sender import Sender
 from .stream import ByteStream, Terms
@@ -37,12 +38,15 @@ class Link:
         ours: Terms,
         theirs: Terms,
         loop: asyncio.AbstractEventLoop,
+        activity: Activity,
         is_stale: Callable[[int], bool],
     ) -> None:
         self.peer = peer
         self.stream = stream
-        self.sender = Sender(stream, theirs, loop, self._broken)
-        self.receiver = Receiver(peer, stream, ours, self.sender, loop, is_stale, self._said_bye, self._ended)
+        self.sender = Sender(stream, theirs, loop, activity, self._broken)
+        self.receiver = Receiver(
+            peer, stream, ours, self.sender, loop, activity, is_stale, self._said_bye, self._ended
+        )
         self.inbox = self.receiver.inbox
         self.over: asyncio.Future[None] = loop.create_future()
         self.missed = 0

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Generator, Sequence
+from time import monotonic
 from typing import Any
 
 from ...errors import ProtocolError
 from .. import wire
 from ..base import DONE, Buffer
 from ..matching import Arrived, Inbox, Receive, scatter
+from .activity import Activity, blocking
 from .payloads import Inbound
 from .sender import ANNOUNCED, DECLINED, FOLLOWS, OVERHEAD, Sender
 from .stream import ByteStream, Terms
@@ -60,6 +62,7 @@ class Receiver:
         terms: Terms,
         sender: Sender,
         loop: asyncio.AbstractEventLoop,
+        activity: Activity,
         is_stale: Callable[[int], bool],
         on_bye: Callable[[str], None],
         on_end: Callable[[Exception | None], None],
@@ -69,6 +72,7 @@ class Receiver:
         self._await_bytes = stream.await_bytes
         self._luck = _LUCK
         self._sender = sender
+        self._activity = activity
         self.is_stale = is_stale
         self._on_bye = on_bye
         self._on_end = on_end
@@ -103,7 +107,10 @@ class Receiver:
 
         A peer that answers late makes looking a waste, so it is done less often after every miss.
         """
-        self._sender.push()
+        self._activity.push()
+        if blocking.seconds:
+            self._look_long(future)
+            return
         if self._luck <= 0:
             self._luck += 1
             return
@@ -115,6 +122,14 @@ class Receiver:
         self._luck -= 1
         if not self._luck:
             self._luck = -2 * _LUCK
+
+    def _look_long(self, future: asyncio.Future[None]) -> None:
+        """This thread may block: wait for the bytes here, unless the loop is needed to write."""
+        end = monotonic() + blocking.seconds
+        while not self._activity.writers and self._await_bytes():
+            self.read()
+            if future.done() or monotonic() > end:
+                return
 
     def _announce(self, receive: Receive) -> None:
         """Tell the peer that a large receive waits, so that its message need not be offered first."""

@@ -11,6 +11,7 @@ from typing import Any
 from .. import wire
 from ..base import DONE, Buffer
 from ..matching import fail_future
+from .activity import Activity
 from .payloads import Item, Outbound
 from .stream import ByteStream, Terms
 
@@ -44,11 +45,13 @@ class Sender:
         stream: ByteStream,
         terms: Terms,
         loop: asyncio.AbstractEventLoop,
+        activity: Activity,
         on_broken: Callable[[OSError], BaseException],
     ) -> None:
         self._stream = stream
         self._write = stream.write
         self._loop = loop
+        self._activity = activity
         self._on_broken = on_broken
         self._eager = terms.eager_bytes
         self._credit = terms.early_bytes
@@ -84,10 +87,11 @@ class Sender:
             return self._offer(tag, buffers, head, nbytes)
         else:
             self._credit -= nbytes + OVERHEAD
-        views = [wire.encode(wire.MESSAGE, tag, nbytes, head, 0, flags), *buffers]
+        frame = wire.encode(wire.MESSAGE, tag, nbytes, head, 0, flags)
+        views = [frame, *buffers]
         if self._writing or self._streams or len(buffers) >= _VECTOR:
             return self._enqueue([memoryview(v) for v in views])  # type: ignore[arg-type]
-        return self._write_now(views)
+        return self._write_now(views, len(frame) + nbytes)
 
     def _take_announcement(self, tag: int) -> bool:
         """Use up the peer's word that a large receive of `tag` waits, if it gave one."""
@@ -100,12 +104,13 @@ class Sender:
             self._announced[tag] = announced - 1
         return True
 
-    def _write_now(self, views: list[Any]) -> Awaitable[None]:
-        """Write a message at once, behind control frames that wait for company."""
+    def _write_now(self, views: list[Any], total: int) -> Awaitable[None]:
+        """Write a message of `total` bytes at once, behind control frames that wait for company."""
         queue = self._queue
         while queue:
-            views = [*queue.pop().views, *views]
-        total = sum(v.nbytes if isinstance(v, memoryview) else len(v) for v in views)
+            company = queue.pop().views
+            total += sum(map(len, company))
+            views = [*company, *views]
         try:
             sent = self._write(views)
         except (BlockingIOError, InterruptedError):
@@ -133,15 +138,11 @@ class Sender:
         self._queue.append(Item([memoryview(frame)], None))
         if not self._writing and not self._flushing:
             self._flushing = True
-            self._loop.call_soon(self._flush_soon)
-
-    def _flush_soon(self) -> None:
-        self._flushing = False
-        if not self._ended:
-            self.push()
+            self._activity.wait_for_company(self)
 
     def push(self) -> None:
-        """Write what waits for company: somebody is about to wait for the answer."""
+        """Write what waits for company."""
+        self._flushing = False
         if self._queue and not self._writing:
             self.flush()
 
@@ -289,11 +290,13 @@ class Sender:
     def _want_write(self) -> None:
         if not self._writing and not self._ended:
             self._writing = True
+            self._activity.writers += 1
             self._stream.on_writable(self.flush)
 
     def _stop_write(self) -> None:
         if self._writing:
             self._writing = False
+            self._activity.writers -= 1
             self._stream.on_writable(None)
 
     # ------------------------------------------------------------------ ending

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from ...errors import CommunicatorClosedError, PeerLostError
-from ..base import Buffer, Capabilities, Envelope, check_peer, never_stale
+from ..base import Buffer, Capabilities, Envelope, never_stale, no_peer
 from ..job import Job
+from .activity import Activity
 from .link import Link
 from .stream import ByteStream, Terms
 
@@ -51,10 +52,14 @@ class FramedTransport:
         self._job_name = job.name
         self._closed: CommunicatorClosedError | None = None
         self._closing: asyncio.Task[None] | None = None
+        activity = Activity(self.loop)
         self._links = {
-            peer: Link(peer, stream, ours, terms[peer], self.loop, self._stale)
+            peer: Link(peer, stream, ours, terms[peer], self.loop, activity, self._stale)
             for peer, stream in streams.items()
         }
+        # The hot calls, by peer, without an object between.
+        self._send = {peer: link.sender.send for peer, link in self._links.items()}
+        self._recv_into = {peer: link.receiver.recv_into for peer, link in self._links.items()}
         self._beat_at = 0.0
         self._beat: asyncio.TimerHandle | None = None
         if heartbeat and self._links:
@@ -67,27 +72,32 @@ class FramedTransport:
 
     def send(self, peer: int, tag: int, buffers: Sequence[Buffer], head: bytes = b"") -> Awaitable[None]:
         """See `Transport.send`."""
-        return self._link(peer).sender.send(tag, buffers, head)
+        try:
+            send = self._send[peer]
+        except KeyError:
+            raise no_peer(peer, self.rank, self.world_size) from None
+        return send(tag, buffers, head)
 
     def recv_into(self, peer: int, tag: int, buffers: Sequence[Buffer], head: bytes = b"") -> Awaitable[None]:
         """See `Transport.recv_into`."""
-        return self._link(peer).receiver.recv_into(tag, buffers, head)
+        try:
+            recv_into = self._recv_into[peer]
+        except KeyError:
+            raise no_peer(peer, self.rank, self.world_size) from None
+        return recv_into(tag, buffers, head)
 
     def probe(self, peer: int, tag: int) -> Awaitable[Envelope]:
         """See `Transport.probe`."""
-        return self._link(peer).inbox.probe(tag)
+        try:
+            link = self._links[peer]
+        except KeyError:
+            raise no_peer(peer, self.rank, self.world_size) from None
+        return link.inbox.probe(tag)
 
     def fail(self, tag: int, error: BaseException) -> None:
         """See `Transport.fail`."""
         for link in self._links.values():
             link.fail_tag(tag, error)
-
-    def _link(self, peer: int) -> Link:
-        try:
-            return self._links[peer]
-        except KeyError:
-            check_peer(peer, self.rank, self.world_size)
-            raise
 
     # ------------------------------------------------------------------ heartbeat
 

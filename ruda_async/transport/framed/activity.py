@@ -1,0 +1,51 @@
+"""What the links of one transport have in common: frames that wait for company, and who is writing."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .sender import Sender
+
+__all__ = ["Activity", "blocking"]
+
+
+class _Blocking(threading.local):
+    """Whether the code that runs now may block its thread, and for how long.
+
+    Code that runs on an event loop may not, so `seconds` is 0. A blocking call that runs its operation by
+    hand sets it: that thread has nothing better to do than to wait for the very bytes it needs.
+    """
+
+    seconds = 0.0
+
+
+blocking = _Blocking()
+
+
+class Activity:
+    """Shared by the senders of one transport.
+
+    Attributes:
+        writers: the senders whose stream is full; the loop has to turn for them.
+    """
+
+    __slots__ = ("_loop", "_waiting", "writers")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiting: list[Sender] = []
+        self.writers = 0
+
+    def wait_for_company(self, sender: Sender) -> None:
+        """`sender` has frames that may leave with the next message; at the latest when the loop turns."""
+        if not self._waiting:
+            self._loop.call_soon(self.push)
+        self._waiting.append(sender)
+
+    def push(self) -> None:
+        """Write what waits: the loop has turned, or somebody is about to wait for the answer."""
+        while self._waiting:
+            self._waiting.pop().push()
