@@ -22,7 +22,7 @@ __all__ = ["AllReduce", "direct", "exact_ring", "pairwise", "ring"]
 T = TypeVar("T")
 
 #: Up to this size the direct algorithm takes one round without blocks.
-_ONE_ROUND = 64 * 1024
+_ONE_ROUND = 512 * 1024
 
 
 class AllReduce(Generic[T]):

@@ -70,7 +70,7 @@ _TABLES: dict[str, tuple[_Row, ...]] = {
     "all_reduce": (
         _Row(
             "direct",
-            lambda c: c.size <= 2 and c.nbytes <= 4 * c.pipe,
+            lambda c: c.size <= 2 and c.nbytes <= 16 * c.pipe,
             "one round is fastest while both ranks can add everything",
         ),
         _Row(

@@ -19,7 +19,7 @@ from .stream import ByteStream, Terms
 __all__ = ["Receiver"]
 
 #: Bytes read before the loop gets its turn: well under a millisecond.
-_TURN = 1024 * 1024
+_TURN = 512 * 1024
 #: Room for frames and small payloads; and how much of it to read while payloads are large, so that
 #: their bytes are not read here only to be copied on.
 _STAGE = 128 * 1024

@@ -22,9 +22,9 @@ FOLLOWS = ANNOUNCED = DECLINED = 1
 #: What an early message costs the receiver beyond its payload.
 OVERHEAD = 128
 #: Payload bytes in one part of a large message.
-_PART = 1024 * 1024
+_PART = 512 * 1024
 #: Bytes written before the loop gets its turn: well under a millisecond.
-_TURN = 1024 * 1024
+_TURN = 512 * 1024
 #: Buffers handed to one write; systems allow 1024.
 _VECTOR = 256
 #: Frames in the queue that share one write.

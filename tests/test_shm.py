@@ -1,0 +1,234 @@
+"""What is shared memory's own: rings, many ranks, what stays behind, and how little waiting costs."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support import SCHEMES, fresh_url, run_ranks
+
+import ruda_async
+from ruda_async import AsyncCommunicator, ConfigError
+
+pytestmark = pytest.mark.skipif("shm" not in SCHEMES, reason="no shared memory transport here")
+
+if "shm" in SCHEMES:
+    from ruda_shm.ring import HEADER_BYTES, Ring
+
+
+@given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 90), max_size=4)), max_size=200))
+def test_ring_against_a_queue(steps: list[tuple[bool, list[int]]]) -> None:
+    """What is read is what was written, in order, over many turns of a small ring."""
+    memory = mmap.mmap(-1, HEADER_BYTES + 64)
+    view = memoryview(memory)
+    writer, reader = Ring(view), Ring(view)
+    sent, got, value = bytearray(), bytearray(), 0
+    for writes, sizes in steps:
+        if writes:
+            buffers = []
+            for size in sizes:
+                buffers.append(bytes((value + i) % 251 for i in range(size)))
+                value += size
+            data = b"".join(buffers)
+            taken = writer.write(buffers)
+            assert taken <= len(data)
+            assert taken == min(len(data), 64 - (len(sent) - len(got)))
+            sent += data[:taken]
+            value -= len(data) - taken
+        else:
+            for size in sizes:
+                buffer = memoryview(bytearray(size))
+                got += buffer[: reader.read_into(buffer)]
+                assert sent.startswith(got)
+    while len(got) < len(sent):
+        buffer = memoryview(bytearray(64))
+        got += buffer[: reader.read_into(buffer)]
+    assert got == sent
+    for ring in (writer, reader):
+        ring.release()
+
+
+def test_ring_asks_for_doorbells_without_losing_one() -> None:
+    memory = mmap.mmap(-1, HEADER_BYTES + 64)
+    view = memoryview(memory)
+    writer, reader = Ring(view), Ring(view)
+    assert not writer.reader_waits()
+    assert reader.wait_as_reader()
+    assert writer.write([b"x"]) == 1
+    assert writer.reader_waits()
+    assert not writer.reader_waits()  # asked once a wait
+    assert not reader.wait_as_reader()  # there is something
+    assert writer.write([bytes(100)]) == 63
+    assert writer.write([b"y"]) == 0  # full, and asks
+    buffer = memoryview(bytearray(10))
+    assert reader.read_into(buffer) == 10
+    assert reader.writer_waits()
+    assert not reader.writer_waits()
+    with pytest.raises(ValueError, match="power of two"):
+        Ring(view[:-1])
+
+
+async def test_twenty_ranks() -> None:
+    async def body(comm: AsyncCommunicator) -> None:
+        total = await comm.all_reduce_sum(np.full(1000, float(comm.rank)))
+        assert total[0] == 190
+        await comm.all_to_all(np.arange(40))
+        gathered = await comm.all_gather(np.array([comm.rank]))
+        assert gathered.tolist() == list(range(20))
+
+    await run_ranks(20, body, url=fresh_url("shm"), limit=50)
+
+
+@pytest.mark.parametrize("ring_bytes", ["4k", "64k", "1M"])
+async def test_ring_sizes(ring_bytes: str) -> None:
+    async def body(comm: AsyncCommunicator) -> None:
+        value = np.arange(200_000, dtype=np.float32) + comm.rank
+        total = await comm.all_reduce_sum(value)
+        assert total[-1] == 2 * 199_999 + 1
+        received = await asyncio.gather(comm.recv(1 - comm.rank), comm.send(value, 1 - comm.rank))
+        assert received[0][0] == 1 - comm.rank
+
+    await run_ranks(2, body, url=f"{fresh_url('shm')}?ring_bytes={ring_bytes}")
+
+
+async def test_ranks_may_have_rings_of_their_own_size() -> None:
+    async def rank_main(rank: int) -> float:
+        url = f"{shared}?ring_bytes={['4k', '1M'][rank]}"
+        async with ruda_async.connect(url, rank=rank, world_size=2, timeout=10) as comm:
+            return float((await comm.all_reduce_sum(np.ones(100_000)))[0])
+
+    shared = fresh_url("shm")
+    assert await asyncio.gather(rank_main(0), rank_main(1)) == [2, 2]
+
+
+async def test_ring_that_is_no_power_of_two() -> None:
+    with pytest.raises(ConfigError, match="ring_bytes=5000"):
+        await run_ranks(2, lambda comm: comm.barrier(), url=f"{fresh_url('shm')}?ring_bytes=5000")
+
+
+async def test_memory_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, offset: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    outcomes = []
+
+    async def rank_main(rank: int) -> None:
+        try:
+            await ruda_async.connect(shared, rank=rank, world_size=2, timeout=5)
+        except ruda_async.RudaError as error:
+            outcomes.append((type(error), str(error)))
+
+    shared = fresh_url("shm")
+    await asyncio.gather(rank_main(0), rank_main(1))
+    texts = dict(outcomes)
+    assert "ring_bytes= than 1048576" in texts[ConfigError]
+    assert "No space left" in texts[ConfigError]
+    assert "no memory to share" in texts[ruda_async.PeerLostError]
+
+
+async def test_long_job_names() -> None:
+    async def body(comm: AsyncCommunicator) -> None:
+        await comm.barrier()
+
+    await run_ranks(2, body, url=f"shm://{'a' * 300}")
+
+
+WAITING = """
+import asyncio, os, sys, time
+import numpy as np
+import ruda_async
+
+async def main():
+    url, rank, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    async with ruda_async.connect(url, rank=rank, world_size=world, timeout=60) as comm:
+        await comm.all_reduce_sum(np.ones(100_000))
+        print("ready", flush=True)
+        if rank == 0:
+            sys.stdin.readline()
+            await comm.barrier()
+        else:
+            before = time.process_time(), time.monotonic()
+            await comm.barrier()
+            used = (time.process_time() - before[0]) / (time.monotonic() - before[1])
+            print("used", used, flush=True)
+
+asyncio.run(main())
+"""
+
+
+def start_ranks(script: str, url: str, world: int) -> list[subprocess.Popen[str]]:
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(script), url, str(rank), str(world)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+
+
+def end_ranks(ranks: list[subprocess.Popen[str]]) -> None:
+    for rank in ranks:
+        rank.kill()
+        rank.communicate()
+
+
+@pytest.mark.parametrize("scheme", ["shm", "tcp"])
+def test_waiting_costs_nothing_and_says_nothing(scheme: str) -> None:
+    ranks = start_ranks(WAITING, fresh_url(scheme), 2)
+    try:
+        for rank in ranks:
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == "ready\n"
+        time.sleep(3)  # the time that is waited is what is measured
+        assert ranks[0].stdin is not None
+        ranks[0].stdin.write("go\n")
+        ranks[0].stdin.flush()
+        out, err = ranks[1].communicate(timeout=20)
+        assert out.startswith("used")
+        assert float(out.split()[1]) < 0.02
+        assert err == ""
+        assert ranks[1].returncode == 0
+    finally:
+        end_ranks(ranks)
+
+
+def test_nothing_stays_behind_after_kill() -> None:
+    """By construction: the memory has no name. Watched all the same."""
+    before = set(os.listdir("/dev/shm"))
+    memory = Path("/proc/meminfo")
+
+    def shared_kib() -> int:
+        line = next(line for line in memory.read_text().splitlines() if line.startswith("Shmem:"))
+        return int(line.split()[1])
+
+    resting = shared_kib()
+    ranks = start_ranks(WAITING, fresh_url("shm"), 4)
+    try:
+        for rank in ranks:
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == "ready\n"
+        assert set(os.listdir("/dev/shm")) <= before
+        assert shared_kib() - resting > 6 * 1024  # six pairs of rings are really there
+        for rank in ranks:
+            rank.send_signal(signal.SIGKILL)
+        for rank in ranks:
+            rank.wait(10)
+        assert set(os.listdir("/dev/shm")) <= before
+        assert shared_kib() - resting < 2 * 1024
+    finally:
+        end_ranks(ranks)
