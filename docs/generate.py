@@ -27,7 +27,7 @@ from ruda_async.transport.registry import get_plugin
 
 DOCS = Path(__file__).parent
 #: Plugins that other distributions add do not belong into this documentation.
-OURS = ("memory", "tcp")
+OURS = ("memory", "shm", "tcp")
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

@@ -7,6 +7,8 @@ import doctest
 import importlib.util
 import inspect
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -17,6 +19,8 @@ from ruda_async import environment, errors, traits
 from ruda_async.collectives.selector import known_algorithms
 from ruda_async.operations import AsyncOperations
 from ruda_async.tensors.dtypes import DTYPES
+from ruda_async.transport.conformance import SCENARIOS, run_scenario
+from ruda_async.transport.registry import get_plugin, plugins, register_plugin, unregister_plugin
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -39,6 +43,7 @@ def generate() -> ModuleType:
 # ---------------------------------------------------------------------- generated parts
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="opens every bundled transport")
 @pytest.mark.parametrize("name", ["urls", "algorithms"])
 def test_generated_parts_are_up_to_date(generate: ModuleType, name: str) -> None:
     text = text_of(f"docs/{name}.md")
@@ -111,7 +116,51 @@ def test_the_worked_sums_come_out_as_written() -> None:
     assert doctest.DocTestRunner().run(test, out=output.append).failed == 0, "".join(output)
 
 
+@pytest.fixture(scope="module")
+def outlined() -> Iterator[str]:
+    """The scheme of the transport that the page on writing one outlines, put into use."""
+    page = text_of("docs/writing-a-transport.md")
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    module = ModuleType("outlined_transport")
+    sys.modules[module.__name__] = module  # where `dataclass` looks annotations up
+    try:
+        for block in blocks[:2]:
+            exec(compile(block, module.__name__, "exec"), module.__dict__)
+        register_plugin(module.PLUGIN)
+        yield module.PLUGIN.scheme
+        unregister_plugin(module.PLUGIN.scheme)
+    finally:
+        del sys.modules[module.__name__]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="abstract Unix sockets")
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_the_outlined_transport_keeps_every_promise(outlined: str, name: str) -> None:
+    run_scenario(name, f"{outlined}://{name}")
+
+
 # ---------------------------------------------------------------------- completeness
+
+
+def test_every_transport_has_a_section_that_leads_to_its_parameters(generate: ModuleType) -> None:
+    text = text_of("docs/transports.md")
+    bundled = {scheme for scheme in plugins() if type(get_plugin(scheme)).__module__.startswith("ruda_")}
+    assert set(generate.OURS) == bundled
+    for scheme in bundled:
+        _, found, section = text.partition(f"\n## {scheme}\n")
+        assert found, scheme
+        assert f"(urls.md#{scheme})" in section.partition("\n## ")[0]
+
+
+@pytest.mark.parametrize("package", ["autograd", "moe"])
+def test_every_public_name_is_on_its_page(package: str) -> None:
+    pytest.importorskip("torch")
+    names = set(importlib.import_module(f"ruda_async.{package}").__all__)
+    if package == "autograd":
+        names -= {"AsyncDifferentiableCommunicator", "DifferentiableCommunicator"}  # see differentiable()
+    else:
+        names -= {"Dispatch", "ExpertsFn", "Routing"}  # results and arguments of the functions named there
+    assert names <= set(re.findall(r"\w+", text_of(f"docs/{package}.md")))
 
 
 def test_every_call_is_in_the_table_with_its_arguments() -> None:

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import os
 import socket
+import struct
 import time
 from collections.abc import Coroutine, Iterator
 
@@ -15,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ruda_async.errors import AuthenticationError, CollectiveTimeoutError, ProtocolError
+from ruda_async.transport import handshake
 from ruda_async.transport.handshake import address_text, prove, read_exactly, read_into, write_all
 from ruda_async.transport.job import Secret
 
@@ -91,6 +94,33 @@ async def test_the_side_without_a_secret_is_told_so() -> None:
         )
     assert "not set on this one" in str(errors[0])
     assert "not set" not in str(errors[1])
+
+
+@pytest.mark.skipif(not hasattr(socket, "SO_PEERCRED"), reason="the kernel does not say whose a process is")
+async def test_a_process_of_another_user_is_refused_on_a_unix_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = socket.socketpair(socket.AF_UNIX)
+    with a, b:
+        a.setblocking(False)
+        b.setblocking(False)
+        assert await both(proof(a, server=True), proof(b, server=False)) == [None, None]
+        us = os.getuid()
+        monkeypatch.setattr(handshake, "_CREDENTIALS", FakeCredentials(us + 1))
+        done = await both(proof(a, server=True), proof(b, server=False))
+        assert [type(error) for error in done] == [AuthenticationError, AuthenticationError]
+        assert f"user {us + 1}" in str(done[0])
+
+
+class FakeCredentials:
+    """Says that every peer is a process of `user`."""
+
+    size = struct.calcsize("3i")
+
+    def __init__(self, user: int) -> None:
+        self.user = user
+
+    def unpack(self, data: bytes) -> tuple[int, int, int]:
+        assert len(data) == self.size
+        return 1, self.user, 1
 
 
 async def test_the_messages_are_the_documented_ones() -> None:
