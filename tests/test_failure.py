@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Awaitable, Callable
 
 import numpy as np
 import pytest
@@ -338,3 +339,32 @@ async def test_failed_calls_do_not_fill_memory(url: str) -> None:
         await comm.barrier()
 
     await run_ranks(2, body, url=url)
+
+
+async def test_cancelled_while_its_payload_lies_in_the_socket(url: str) -> None:
+    """The announced payload of a call that is cancelled just before it is read harms nobody else."""
+
+    async def body(comm: AsyncCommunicator) -> None:
+        big, other = comm.channel("big"), comm.channel("other")
+        if comm.rank == 0:
+            task = asyncio.ensure_future(big.broadcast(np.zeros(100_000), 1))
+            await other.barrier()
+            await asyncio.sleep(0)
+            time.sleep(0.2)  # the payload arrives meanwhile, unread
+            task.cancel()
+            await other.barrier()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        else:
+            await other.barrier()
+            await outcome(big.broadcast(np.ones(100_000), 1))
+            await other.barrier()
+        await still_works(big)
+        await still_works(other)
+
+    await asyncio.gather(*(asyncio.to_thread(asyncio.run, one_rank(url, rank, body)) for rank in range(2)))
+
+
+async def one_rank(url: str, rank: int, body: Callable[[AsyncCommunicator], Awaitable[None]]) -> None:
+    async with ruda_async.connect(url, rank=rank, world_size=2, timeout=10) as comm:
+        await body(comm)

@@ -318,8 +318,8 @@ def test_an_open_line_is_ended_before_another_rank_writes(tmp_path: Path) -> Non
 WAITING = """
     import signal, subprocess, time
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
-    print(os.getpid(), child.pid, flush=True)
     try:
+        print(os.getpid(), child.pid, flush=True)
         time.sleep(1000)
     except KeyboardInterrupt:
         print("bye", rank, flush=True)

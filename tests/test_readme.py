@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import sys
 from pathlib import Path
@@ -43,8 +44,14 @@ async def test_example_runs(block: str, expected: list[str], tmp_path: Path) -> 
         pytest.importorskip("torch")
     script = tmp_path / "example.py"
     script.write_text(block, encoding="utf-8")
+    # Ranks share the output: unbuffered, a line and its end would be written apart, and interleave.
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     process = await asyncio.create_subprocess_exec(
-        sys.executable, str(script), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        sys.executable,
+        str(script),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=environ,
     )
     try:
         output, errors = await asyncio.wait_for(process.communicate(), 50)

@@ -86,6 +86,8 @@ class Receiver:
         self._inbound: dict[int, Inbound] = {}
         self._current: Inbound | None = None
         self._left = 0
+        # Large receives the peer was told of, and announcements that have lost their receive, by tag.
+        self._told: dict[int, list[Receive]] = {}
         self._spare: dict[int, int] = {}
         self.inbox = Inbox(peer, loop)
         self.heard = True
@@ -135,21 +137,31 @@ class Receiver:
         """Tell the peer that a large receive waits, so that its message need not be offered first."""
         receive.announced = True
         tag = receive.tag
-        spare = self._spare.get(tag, 0)
+        spare = self._spares(tag)
         if spare:
             self._set_spare(tag, spare - 1)
         else:
             self._sender.control(wire.encode(wire.READY, tag, flags=ANNOUNCED))
+        self._told.setdefault(tag, []).append(receive)
 
-        def withdrawn(future: asyncio.Future[None]) -> None:
-            if receive.announced and future.cancelled():
-                receive.announced = False
+    def _answered(self, receive: Receive) -> None:
+        """The announcement of `receive` has had its effect, or has lost its receive."""
+        receive.announced = False
+        told = self._told.get(receive.tag, [])
+        if receive in told:
+            told.remove(receive)
+            if not told:
+                del self._told[receive.tag]
+
+    def _spares(self, tag: int) -> int:
+        """How many announcements of `tag` have lost their receive; those cancelled just now are seen too."""
+        for receive in list(self._told.get(tag, ())):
+            if receive.future.cancelled():
+                self._answered(receive)
                 self._set_spare(tag, self._spare.get(tag, 0) + 1)
-
-        receive.future.add_done_callback(withdrawn)
+        return self._spare.get(tag, 0)
 
     def _set_spare(self, tag: int, count: int) -> None:
-        """How many announcements of `tag` have lost their receive."""
         if count:
             self._spare[tag] = count
         else:
@@ -158,7 +170,7 @@ class Receiver:
     def accept(self, inbound: Inbound, receive: Receive) -> None:
         """A message has found its receive: ask for the payload, unless it comes without a word."""
         if receive.announced:
-            receive.announced = False
+            self._answered(receive)
         elif not inbound.asked:
             self._sender.control(wire.encode(wire.READY, ident=inbound.ident))
         inbound.asked = True
@@ -324,7 +336,7 @@ class Receiver:
             inbound.deliver(receive)
         else:
             if receive.announced and inbound.nbytes > self._announce_beyond:
-                receive.announced = False
+                self._answered(receive)
                 inbound.asked = True  # the sender takes the announcement for this message's
             self._refuse(receive, inbound.head, inbound.nbytes)
             inbound.drop()
@@ -332,7 +344,7 @@ class Receiver:
     def _refuse(self, receive: Receive, head: bytes, nbytes: int) -> None:
         """A message is not the one its receive asked for."""
         if receive.announced:
-            receive.announced = False
+            self._answered(receive)
             self._set_spare(receive.tag, self._spare.get(receive.tag, 0) + 1)
         receive.refuse(self._peer, head, nbytes)
 
@@ -373,14 +385,14 @@ class Receiver:
         if frame.payload_bytes > self._announce_beyond and not self.inbox.expects(tag):
             if follows:
                 self._use_spare(tag, frame.payload_bytes)
-            elif tag in self._spare:  # the sender will take our announcement for this message's
+            elif self._spares(tag):  # the sender will take our announcement for this message's
                 self._use_spare(tag, frame.payload_bytes)
                 inbound.asked = True
         self._match(inbound)
 
     def _use_spare(self, tag: int, nbytes: int) -> None:
         """A message goes by an announcement whose receive was withdrawn."""
-        spare = self._spare.get(tag, 0)
+        spare = self._spares(tag)
         if spare:
             self._set_spare(tag, spare - 1)
         elif not self.is_stale(tag):
@@ -391,6 +403,7 @@ class Receiver:
     def fail(self, tag: int, error: BaseException) -> None:
         """See `Transport.fail`."""
         self.inbox.fail(tag, error)
+        self._told.pop(tag, None)
         self._spare.pop(tag, None)
         for inbound in self._under_way():
             if inbound.tag == tag:
