@@ -22,7 +22,7 @@ from .errors import (
     RudaError,
     TensorContractError,
 )
-from .tags import LANES, SEQUENCES, tag_of
+from .tags import LANES, SEQUENCES, is_past, tag_of
 from .transport.base import Buffer, Capabilities, Envelope, Ready, UnexpectedMessage
 
 if TYPE_CHECKING:
@@ -185,8 +185,6 @@ class Channel:
         self.announced: dict[int, notices.Failure] = {}
         #: Set when a member died: every later call fails with it.
         self.lost: PeerLostError | None = None
-        #: Whether a call failed here; late messages of it may still come after the channel is closed.
-        self.tainted = False
         self.closed = False
         self.completed = 0
         self.failed = 0
@@ -245,7 +243,6 @@ class Channel:
     def _give_up(self, operation: Operation, error: BaseException) -> NoReturn:
         """Tell the other ranks why this call ends here, and raise what the caller should see."""
         self.failed += 1
-        self.tainted = True
         if operation.error is not None:
             # Whatever came up here is that failure or a consequence of it; only a cancelled task stays one.
             if error is operation.error or isinstance(error, asyncio.CancelledError):
@@ -285,9 +282,8 @@ class Channel:
         operation = self.active.get(sequence)
         if operation is not None:
             if operation.error is None:
-                self.tainted = True
                 operation.fail(self._from_peer(operation, failure))
-        elif (sequence - self.next) % SEQUENCES < SEQUENCES // 2 and len(self.announced) < 4096:
+        elif not is_past(sequence, self.next) and len(self.announced) < 4096:
             self.announced[sequence] = failure
 
     def on_report(self, peer: int, sequence: int, head: bytes) -> None:
@@ -297,7 +293,7 @@ class Channel:
         """
         operation = self.active.get(sequence)
         if operation is None:
-            if head and (self.next - 1 - sequence) % SEQUENCES < SEQUENCES // 2:
+            if head and is_past(sequence, self.next):
                 self.node.report(self, (self.members[peer],), sequence, b"")
             return
         if not operation.head or operation.error is not None:
@@ -312,7 +308,6 @@ class Channel:
         error = UnexpectedMessage(self.members[peer], 0, Envelope(head, 0), operation.head, 0)
         failure = notices.mismatch(self.rank, peer, error)
         operation.fail(failure.as_error(str(operation), self.rank))
-        self.tainted = True
         self.node.announce(self, operation.sequence, failure)
 
     def on_lost(self, member: int, error: PeerLostError) -> None:
@@ -330,7 +325,6 @@ class Channel:
         text = f"not finished within timeout={timeout:g} s"
         failure = notices.Failure("timeout", self.rank, text)
         silent = tuple(r for r in range(self.size) if r not in operation.present)
-        self.tainted = True
         operation.fail(
             CollectiveTimeoutError(
                 f"{operation}: {text}; see that every rank makes this call, or raise timeout=",
@@ -348,7 +342,7 @@ class Channel:
         operation = self.active.get(sequence)
         if operation is not None:
             return operation.error is not None
-        return (sequence - self.next) % SEQUENCES >= SEQUENCES // 2
+        return is_past(sequence, self.next)
 
     def close(self, error: RudaError) -> None:
         """End this channel here: calls in flight fail with `error`, later ones are refused."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from . import notices
 from .channel import Channel, Operation
 from .errors import CommunicatorClosedError, ConfigError, PeerLostError, ProtocolError, RudaError
-from .tags import CONTROL_TAG, SEQUENCES, split_tag
+from .tags import CONTROL_TAG, SEQUENCES, is_past, split_tag
 from .transport.base import DONE, Capabilities, Transport
 
 if TYPE_CHECKING:
@@ -31,8 +31,12 @@ log = logging.getLogger("ruda_async")
 #: A call that has waited this long (seconds) tells the others what it is, so that ranks that entered
 #: different calls find out even where their algorithms never exchange a message.
 REPORT_AFTER = 0.05
-#: Channels that failed and were closed are remembered, so that late messages of theirs are dropped.
-_MAX_TOMBSTONES = 4096
+#: So many closed channels are remembered, the latest used: how far they had counted. One that is opened
+#: again counts on from there, since other ranks may still be in its former life; and late messages of
+#: calls that failed are known as such.
+_MAX_TOMBSTONES = 32768
+#: Failures of calls on channels that this rank has not opened yet.
+_MAX_EARLY_FAILURES = 4096
 
 _NOTICES: dict[str, tuple[type, ...]] = {
     "fail": (int, int, str, int, str, int, str, str, str),
@@ -115,26 +119,27 @@ class Node:
 
     def _remember_failure(self, id: int, sequence: int, failure: notices.Failure) -> None:
         """A call failed on a channel that this rank has not opened (or has closed)."""
-        if sequence < self._tombstones.get(id, 0):
+        if id in self._tombstones and is_past(sequence, self._tombstones[id]):
             return
         self._early_failures.setdefault(id, {})[sequence] = failure
-        if len(self._early_failures) > _MAX_TOMBSTONES:
+        if len(self._early_failures) > _MAX_EARLY_FAILURES:
             self._early_failures.popitem(last=False)
 
     def forget(self, channel: Channel) -> None:
         """A channel was closed here."""
         self.channels.pop(channel.id, None)
-        if channel.tainted:
-            self._tombstones[channel.id] = channel.next
-            if len(self._tombstones) > _MAX_TOMBSTONES:
-                self._tombstones.popitem(last=False)
+        self._tombstones[channel.id] = channel.next
+        self._tombstones.move_to_end(channel.id)
+        if len(self._tombstones) > _MAX_TOMBSTONES:
+            self._tombstones.popitem(last=False)
 
     def _is_stale(self, tag: int) -> bool:
         id, sequence = split_tag(tag)
         channel = self.channels.get(id)
         if channel is not None:
             return channel.is_stale(sequence)
-        return sequence < self._tombstones.get(id, 0)
+        counted = self._tombstones.get(id)
+        return counted is not None and is_past(sequence, counted)
 
     # ------------------------------------------------------------------ deadlines
 

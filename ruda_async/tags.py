@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 
-__all__ = ["CONTROL_TAG", "LANES", "SEQUENCES", "channel_id", "split_tag", "tag_of"]
+__all__ = ["CONTROL_TAG", "LANES", "SEQUENCES", "channel_id", "is_past", "split_tag", "tag_of"]
 
 _SEQUENCE_BITS = 24
 _LANE_BITS = 4
@@ -45,3 +45,8 @@ def tag_of(channel: int, sequence: int, lane: int = 0) -> int:
 def split_tag(tag: int) -> tuple[int, int]:
     """The channel and the sequence (modulo `SEQUENCES`) of a tag."""
     return tag >> _CHANNEL_SHIFT, (tag >> _LANE_BITS) % SEQUENCES
+
+
+def is_past(sequence: int, next: int) -> bool:
+    """Whether `sequence` (modulo `SEQUENCES`) lies before `next`, given that they are not far apart."""
+    return (sequence - next) % SEQUENCES >= SEQUENCES // 2

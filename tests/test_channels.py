@@ -133,3 +133,34 @@ async def test_many_calls_do_not_starve_the_loop(url: str) -> None:
         assert turns >= 15
 
     await run_ranks(1, body, url=url)
+
+
+async def test_reopened_while_another_rank_is_still_in_the_former_life(url: str) -> None:
+    async def body(comm: AsyncCommunicator) -> None:
+        gate = comm.channel("gate")
+        for turn in range(3):
+            async with comm.channel("again") as channel:
+                total = await channel.all_reduce_sum(np.array([float(turn)]))
+                assert total[0] == 2 * turn
+                if comm.rank:  # the other rank is two calls ahead by now
+                    for _ in range(20):
+                        await asyncio.sleep(0)
+        await gate.barrier()
+
+    await run_ranks(2, body, url=url)
+
+
+async def test_closed_here_while_large_messages_are_under_way(url: str) -> None:
+    async def body(comm: AsyncCommunicator) -> None:
+        for turn in range(30):
+            channel = comm.channel(f"turn {turn}")
+            task = asyncio.ensure_future(channel.all_reduce_sum(np.ones(60_000)))
+            for _ in range(turn % 6):
+                await asyncio.sleep(0)
+            if comm.rank == 0 and turn % 6:
+                await channel.close()
+            await asyncio.gather(task, return_exceptions=True)
+            await channel.close()
+            await comm.barrier()
+
+    await run_ranks(2, body, url=url)
