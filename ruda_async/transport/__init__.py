@@ -28,7 +28,7 @@ from .base import (
     never_stale,
     no_peer,
 )
-from .framed import ByteStream, FramedTransport, Terms, blocking
+from .framed import ByteStream, FramedParameters, FramedTransport, Terms, blocking
 from .handshake import prove, read_exactly
 from .job import Job, Meeting, Secret
 from .matching import (
@@ -62,6 +62,7 @@ __all__ = [
     "DeviceBuffer",
     "Endpoint",
     "Envelope",
+    "FramedParameters",
     "FramedTransport",
     "Inbox",
     "Job",

@@ -13,13 +13,13 @@ import os
 import socket
 from dataclasses import dataclass
 
-from ruda_async.transport import Capabilities, FramedTransport, Job, Terms, Transport, param
+from ruda_async.transport import Capabilities, FramedParameters, FramedTransport, Job, Transport, param
 
 __all__ = ["PLUGIN", "ShmParameters", "ShmPlugin"]
 
 
 @dataclass(frozen=True, slots=True)
-class ShmParameters:
+class ShmParameters(FramedParameters):
     """Parameters of ``shm://``."""
 
     ring_bytes: int = param(
@@ -36,33 +36,6 @@ class ShmParameters:
         unit="s",
         minimum=-1,
         maximum=0.001,
-    )
-    heartbeat: float = param(
-        10.0,
-        doc="a peer that is silent for one and a half of these is lost; 0 turns it off",
-        unit="s",
-        minimum=0,
-    )
-    eager_bytes: int = param(
-        64 * 1024,
-        doc="payloads up to this size leave without waiting for their receive",
-        unit="bytes",
-        minimum=0,
-    )
-    early_bytes: int = param(
-        16 * 1024 * 1024,
-        doc="bytes per peer that may wait here for their receive before the sender has to wait",
-        unit="bytes",
-        minimum=4096,
-    )
-    segment_bytes: int = param(
-        1024 * 1024,
-        doc="the size to which pipelined algorithms cut large messages",
-        unit="bytes",
-        minimum=1024,
-    )
-    linger: float = param(
-        2.0, doc="how long close() waits for a peer that does not answer the goodbye", unit="s", minimum=0
     )
 
 
@@ -87,12 +60,11 @@ class ShmPlugin:
         from .pairs import open_pairs
 
         parameters: ShmParameters = job.parameters
-        ours = Terms(parameters.eager_bytes, parameters.early_bytes)
-        streams, terms = await open_pairs(job, parameters, ours)
+        streams, terms = await open_pairs(job, parameters)
         return FramedTransport(
             job,
             streams,
-            ours,
+            parameters,
             terms,
             Capabilities(
                 shared_memory=True,
@@ -101,8 +73,6 @@ class ShmPlugin:
                 latency=10e-6,
                 bandwidth=4e9,
             ),
-            heartbeat=parameters.heartbeat,
-            linger=parameters.linger,
             facts={"scheme": self.scheme},
         )
 

@@ -75,9 +75,7 @@ class _Peer(NamedTuple):
         return Endpoint(find, f"process {self.pid}")
 
 
-async def open_pairs(
-    job: Job, parameters: ShmParameters, ours: Terms
-) -> tuple[dict[int, RingStream], dict[int, Terms]]:
+async def open_pairs(job: Job, parameters: ShmParameters) -> tuple[dict[int, RingStream], dict[int, Terms]]:
     """A stream to every other rank, and the terms of each.
 
     Raises:
@@ -97,7 +95,7 @@ async def open_pairs(
         listener.bind(address)
         listener.listen(job.world_size + MAX_STRANGERS)
         listener.setblocking(False)
-        meeting = await job.meet(_Peer(address, os.getpid(), ours).pack(), meeting_place)
+        meeting = await job.meet(_Peer(address, os.getpid(), parameters.terms).pack(), meeting_place)
         peers = {r: _Peer.unpack(data, r) for r, data in enumerate(meeting.payloads) if r != job.rank}
         mesh = Mesh(job, meeting.session)
         await mesh.link(listener, {rank: peer.endpoint() for rank, peer in peers.items()})

@@ -55,9 +55,7 @@ class _Peer(NamedTuple):
         return socket.AF_INET6 if ":" in self.host else socket.AF_INET, (self.host, self.port)
 
 
-async def dial_mesh(
-    job: Job, parameters: TcpParameters, ours: Terms
-) -> tuple[dict[int, socket.socket], dict[int, Terms]]:
+async def dial_mesh(job: Job, parameters: TcpParameters) -> tuple[dict[int, socket.socket], dict[int, Terms]]:
     """A connected, authenticated, non-blocking socket to every other rank, and the terms of each.
 
     Raises:
@@ -73,7 +71,7 @@ async def dial_mesh(
     listener = await _listen(job, parameters)
     with listener:
         host, port = await _public_address(job, listener)
-        meeting = await job.meet(_Peer(host, port, ours).pack())
+        meeting = await job.meet(_Peer(host, port, parameters.terms).pack())
         peers = {r: _Peer.unpack(data, r) for r, data in enumerate(meeting.payloads) if r != job.rank}
         mesh = Mesh(job, meeting.session, partial(_tune, parameters))
         await mesh.link(listener, {rank: peer.endpoint(job) for rank, peer in peers.items()})

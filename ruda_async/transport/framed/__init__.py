@@ -8,7 +8,8 @@ callers' memory, exact cancellation, heartbeats and orderly close, as `Transport
 from __future__ import annotations
 
 from .activity import blocking
+from .parameters import FramedParameters
 from .stream import ByteStream, Terms
 from .transport import FramedTransport
 
-__all__ = ["ByteStream", "FramedTransport", "Terms", "blocking"]
+__all__ = ["ByteStream", "FramedParameters", "FramedTransport", "Terms", "blocking"]

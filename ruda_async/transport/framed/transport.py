@@ -10,6 +10,7 @@ from ..base import Buffer, Capabilities, Envelope, never_stale, no_peer
 from ..job import Job
 from .activity import Activity
 from .link import Link
+from .parameters import FramedParameters
 from .stream import ByteStream, Terms
 
 __all__ = ["FramedTransport"]
@@ -21,11 +22,9 @@ class FramedTransport:
     Args:
         job: the job that was joined.
         streams: a stream to every other rank.
-        ours: what this rank told the others.
+        parameters: this rank's; the others were told its `terms`.
         terms: what each other rank told.
-        capabilities: with ``eager_bytes`` as in `ours`.
-        heartbeat: seconds; a peer that is silent for one and a half is lost. 0 for never.
-        linger: seconds that `close` waits for peers that do not answer the goodbye.
+        capabilities: with ``eager_bytes`` as in `parameters`.
         facts: what `describe` says beyond the common.
     """
 
@@ -33,12 +32,10 @@ class FramedTransport:
         self,
         job: Job,
         streams: Mapping[int, ByteStream],
-        ours: Terms,
+        parameters: FramedParameters,
         terms: Mapping[int, Terms],
         capabilities: Capabilities,
         *,
-        heartbeat: float,
-        linger: float,
         facts: Mapping[str, object],
     ) -> None:
         self.rank = job.rank
@@ -47,14 +44,14 @@ class FramedTransport:
         self.loop = asyncio.get_running_loop()
         self.is_stale: Callable[[int], bool] = never_stale
         self._facts = dict(facts)
-        self._heartbeat = heartbeat
-        self._linger = linger
+        self._heartbeat = parameters.heartbeat
+        self._linger = parameters.linger
         self._job_name = job.name
         self._closed: CommunicatorClosedError | None = None
         self._closing: asyncio.Task[None] | None = None
         activity = Activity(self.loop)
         self._links = {
-            peer: Link(peer, stream, ours, terms[peer], self.loop, activity, self._stale)
+            peer: Link(peer, stream, parameters.terms, terms[peer], self.loop, activity, self._stale)
             for peer, stream in streams.items()
         }
         # The hot calls, by peer, without an object between.
@@ -62,7 +59,7 @@ class FramedTransport:
         self._recv_into = {peer: link.receiver.recv_into for peer, link in self._links.items()}
         self._beat_at = 0.0
         self._beat: asyncio.TimerHandle | None = None
-        if heartbeat and self._links:
+        if self._heartbeat and self._links:
             self._schedule_beat()
 
     def _stale(self, tag: int) -> bool:
