@@ -164,8 +164,12 @@ def test_forked_child_is_refused() -> None:
 
 def test_interrupt_ends_a_wait_at_once() -> None:
     script = textwrap.dedent("""
-        import numpy as np, threading, time
+        import numpy as np, sys, threading
         from ruda_async import sync
+
+        def say(*words):  # in one write: two threads share the output
+            sys.stdout.write(" ".join(map(str, words)) + "\\n")
+            sys.stdout.flush()
 
         def other():
             with sync.connect("memory://interrupted", rank=1, world_size=2) as comm:
@@ -173,19 +177,19 @@ def test_interrupt_ends_a_wait_at_once() -> None:
                 try:
                     comm.all_reduce_sum(np.ones(1))
                 except Exception as error:
-                    print("peer saw", type(error).__name__, flush=True)
-                print("next", comm.all_reduce_sum(np.ones(1))[0], flush=True)
+                    say("peer saw", type(error).__name__)
+                say("next", comm.all_reduce_sum(np.ones(1))[0])
 
         thread = threading.Thread(target=other)
         thread.start()
         with sync.connect("memory://interrupted", rank=0, world_size=2) as comm:
-            print("ready", flush=True)
+            say("ready")
             try:
                 comm.barrier()
             except KeyboardInterrupt:
-                print("interrupted", flush=True)
+                say("interrupted")
             comm.channel("gate").barrier()
-            print("next", comm.all_reduce_sum(np.ones(1))[0], flush=True)
+            say("next", comm.all_reduce_sum(np.ones(1))[0])
         thread.join()
     """)
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any, NoReturn
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy.typing as npt
 from ..errors import TensorContractError
 from .adapter import Target, TensorSpec, check_out
 from .dtypes import DTYPES, dtype_of
+from .pool import POOLED, pool
 
 __all__ = ["NumpyAdapter", "host_array"]
 
@@ -66,7 +68,7 @@ class NumpyAdapter:
         return _bytes_of(np.ascontiguousarray(array, dtype=_native(name)))
 
     def allocate(self, like: Array, shape: tuple[int, ...], dtype: str) -> Target[Array]:
-        array = np.empty(shape, _DTYPES.get(dtype) or _native(dtype))
+        array = _empty(shape, _DTYPES.get(dtype) or _native(dtype))
         return Target(_bytes_of(array), lambda: array)
 
     def into(self, out: Array, spec: TensorSpec) -> Target[Array]:
@@ -106,7 +108,15 @@ def host_array(shape: tuple[int, ...], dtype: str) -> Array:
     native = _DTYPES.get(dtype)
     if native is None or dtype in _EXTENDED:
         native = _DTYPES["uint16" if dtype_of(dtype).itemsize == 2 else "uint8"]
-    return np.empty(shape, native)
+    return _empty(shape, native)
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """An uninitialised array; a large one in memory that may have been used before."""
+    nbytes = prod(shape) * dtype.itemsize
+    if nbytes < POOLED:
+        return np.empty(shape, dtype)
+    return pool.take(nbytes).view(dtype).reshape(shape)
 
 
 def _bytes_of(array: Array) -> memoryview:
