@@ -9,7 +9,7 @@ peer) it tells every rank of the channel, and the same call ends there with the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from time import monotonic
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
@@ -19,6 +19,7 @@ from .errors import (
     CollectiveTimeoutError,
     CommunicatorClosedError,
     PeerLostError,
+    ProtocolError,
     RudaError,
     TensorContractError,
 )
@@ -27,11 +28,14 @@ from .transport.base import Buffer, Capabilities, Envelope, Ready, UnexpectedMes
 
 if TYPE_CHECKING:
     from .collectives.operation import Settings
+    from .heap import Heap
     from .node import Node
+    from .tensors import Target, TensorAdapter
 
 __all__ = ["Channel", "Operation"]
 
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 class Operation:
@@ -52,11 +56,13 @@ class Operation:
         "_members",
         "_tag",
         "_transport",
+        "_watches",
         "capabilities",
         "channel",
         "deadline",
         "error",
         "head",
+        "heap",
         "name",
         "present",
         "rank",
@@ -84,11 +90,14 @@ class Operation:
         self.deadline = self.started + timeout
         self.reported = False
         self.present: set[int] = {channel.rank}
+        self.heap: Heap | None = node.heap
         self._transport = node.transport
         self._members = channel.members
         self._tag = tag_of(channel.id, sequence)
         self._greeted: set[int] = set()
         self._heard: set[int] = set()
+        #: Waits for shared memory; made when there is one.
+        self._watches: set[asyncio.Future[None]] | None = None
 
     # ------------------------------------------------------------------ what algorithms use
 
@@ -144,6 +153,43 @@ class Operation:
         if self.error is not None:
             raise self.error
 
+    # ------------------------------------------------------------------ shared memory
+
+    def allocate(self, adapter: TensorAdapter[T], like: T, shape: tuple[int, ...], dtype: str) -> Target[T]:
+        """A fresh tensor; see `collectives.operation.Link`."""
+        if self.heap is None:
+            return adapter.allocate(like, shape, dtype)
+        with self.heap.allocating():
+            return adapter.allocate(like, shape, dtype)
+
+    def open(self, peer: int, number: int) -> memoryview:
+        """Memory of `peer`; see `collectives.operation.Link`."""
+        assert self.heap is not None
+        try:
+            return self.heap.regions.open(self._members[peer], number)
+        except LookupError:
+            raise ProtocolError(
+                f"{self}: rank {peer} offers memory that it does not have", rank=peer
+            ) from None
+
+    def signal(self, peer: int) -> None:
+        """Tell `peer` that something was written; see `collectives.operation.Link`."""
+        assert self.heap is not None
+        self.heap.regions.signal(self._members[peer])
+
+    def watch(self, peer: int, ready: Callable[[], bool]) -> Awaitable[None]:
+        """Wait for what `peer` writes; see `collectives.operation.Link`."""
+        if self.error is not None:
+            raise self.error
+        assert self.heap is not None
+        waiting = self.heap.regions.watch(self._members[peer], ready)
+        if isinstance(waiting, asyncio.Future):
+            if self._watches is None:
+                self._watches = set()
+            self._watches.add(waiting)
+            waiting.add_done_callback(self._watches.discard)
+        return waiting
+
     # ------------------------------------------------------------------ ending early
 
     def fail(self, error: RudaError) -> None:
@@ -156,6 +202,9 @@ class Operation:
         """Take back all that this call has posted, and drop what came for it."""
         for lane in range(LANES):
             self._transport.fail(self._tag | lane, error)
+        for watch in tuple(self._watches or ()):
+            if not watch.done():
+                watch.set_exception(error)
 
     def __str__(self) -> str:
         channel = self.channel

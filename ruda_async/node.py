@@ -12,14 +12,17 @@ import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from . import notices
 from .channel import Channel, Operation
 from .errors import CommunicatorClosedError, ConfigError, PeerLostError, ProtocolError, RudaError
+from .heap import Heap
 from .tags import CONTROL_TAG, SEQUENCES, is_past, split_tag
 from .transport.base import DONE, Capabilities, Transport
+from .transport.regions import Regions
 
 if TYPE_CHECKING:
     from .config import Config
@@ -54,7 +57,10 @@ class Node:
     def __init__(self, transport: Transport, config: Config) -> None:
         self.transport = transport
         self.config = config
-        self.capabilities: Capabilities = transport.capabilities
+        regions: Regions | None = getattr(transport, "regions", None)
+        #: Memory that all ranks see, where the transport has such.
+        self.heap = None if regions is None else Heap(regions)
+        self.capabilities: Capabilities = replace(transport.capabilities, shared_memory=self.heap is not None)
         self.loop = asyncio.get_running_loop()
         self.channels: dict[int, Channel] = {}
         #: Peers that died, and why; job ranks.

@@ -135,7 +135,7 @@ class AllGatherV(Generic[T]):
         if self._target is not None:
             mine = await separate(link, mine, self._target.buffer)
         rows: Rows[T] = Rows(
-            self.operation, adapter, self._value, plan.result, plan.unit, self._out, self._target
+            link, self.operation, adapter, self._value, plan.result, plan.unit, self._out, self._target
         )
         await gather_blocks(link, mine, plan.unit, plan.algorithm(link), rows.place)
         return rows.finish()

@@ -12,6 +12,7 @@ from .recursive import rabenseifner, recursive_doubling
 from .reduction_pipeline import even_parts, reduce_parts
 from .reductions import Algorithm, Plan, plan_of, reduce_all
 from .rings import ring_all_gather, ring_reduce_scatter
+from .shared import shared_all_reduce
 
 if TYPE_CHECKING:
     from ..tensors import Reducer, Target, TensorAdapter
@@ -69,7 +70,7 @@ class AllReduce(Generic[T]):
         plan, target = self._plan, self._target
         source = self._adapter.read(self._value)
         if target is None:
-            target = self._adapter.allocate(self._value, plan.result.shape, plan.result.dtype)
+            target = link.allocate(self._adapter, self._value, plan.result.shape, plan.result.dtype)
             out = target.buffer
         else:
             out = target.buffer
@@ -170,5 +171,6 @@ _ALGORITHMS: Mapping[str, Algorithm] = {
     "rabenseifner": rabenseifner,
     "pairwise": pairwise,
     "ring": ring,
+    "shared": shared_all_reduce,
     "exact_ring": exact_ring,
 }

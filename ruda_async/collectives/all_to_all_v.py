@@ -172,10 +172,11 @@ class Rows(Generic[T]):
         counts: rows from each rank, once `place` was called.
     """
 
-    __slots__ = ("_adapter", "_like", "_name", "_out", "_spec", "_target", "_unit", "counts")
+    __slots__ = ("_adapter", "_like", "_link", "_name", "_out", "_spec", "_target", "_unit", "counts")
 
     def __init__(
         self,
+        link: Link,
         name: str,
         adapter: TensorAdapter[T],
         like: T,
@@ -184,6 +185,7 @@ class Rows(Generic[T]):
         out: T | None,
         target: Target[T] | None,
     ) -> None:
+        self._link = link
         self._name = name
         self._adapter = adapter
         self._like = like
@@ -203,7 +205,7 @@ class Rows(Generic[T]):
         self.counts = counts = tuple([length // unit for length in lengths])
         shape = (sum(counts), *self._spec.shape[1:])
         if self._target is None:
-            self._target = self._adapter.allocate(self._like, shape, self._spec.dtype)
+            self._target = self._link.allocate(self._adapter, self._like, shape, self._spec.dtype)
         elif len(self._target.buffer) != sum(lengths):
             raise TensorContractError(
                 f"{self._name}: out has {len(self._target.buffer) // unit} rows and {shape[0]} were received "
@@ -319,7 +321,7 @@ class AllToAllV(Generic[T]):
         if self._target is not None:
             source = await separate(link, source, self._target.buffer)
         outgoing = split(source, [count * unit for count in self._counts])
-        rows = Rows(self.operation, adapter, self._value, plan.result, unit, self._out, self._target)
+        rows = Rows(link, self.operation, adapter, self._value, plan.result, unit, self._out, self._target)
         limit = message_limit(link)
         if limit == UNLIMITED:
             await uneven(link, outgoing, unit, rows.place)

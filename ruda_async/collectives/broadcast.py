@@ -276,7 +276,7 @@ class Broadcast(Generic[T]):
     async def run(self, link: Link) -> T:
         """Move the tensor; the copy."""
         adapter, plan, root = self._adapter, self._plan, self._root
-        target = self._target or adapter.allocate(self._value, plan.result.shape, plan.result.dtype)
+        target = self._target or link.allocate(adapter, self._value, plan.result.shape, plan.result.dtype)
         out = target.buffer
         source = None
         if link.rank == root:

@@ -271,7 +271,7 @@ class Gather(Generic[T]):
         if link.rank != root:
             await algorithm(link, root, mine, EMPTY)
             return None
-        target = self._target or adapter.allocate(self._value, plan.result.shape, plan.result.dtype)
+        target = self._target or link.allocate(adapter, self._value, plan.result.shape, plan.result.dtype)
         out = target.buffer
         if self._out is not None and not same_memory(mine, out[root * len(mine) : (root + 1) * len(mine)]):
             mine = await separate(link, mine, out)
@@ -353,7 +353,7 @@ class Scatter(Generic[T]):
         binomial = algorithm == "binomial"
         await self._describe(link, binomial)
         shard = self._shard
-        target = self._target or self._adapter.allocate(self._like, shard.shape, shard.dtype)
+        target = self._target or link.allocate(self._adapter, self._like, shard.shape, shard.dtype)
         out = target.buffer
         source = EMPTY
         if link.rank == root:

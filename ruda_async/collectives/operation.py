@@ -6,14 +6,18 @@ failure and the transport stay on this side of the door.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
+    from ..heap import Heap
+    from ..tensors import Target, TensorAdapter
     from ..transport.base import Buffer, Capabilities, Envelope
 
 __all__ = ["Link", "Settings"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,8 @@ class Link(Protocol):
     size: int
     capabilities: Capabilities
     settings: Settings
+    #: Memory that all ranks of the group see; None where the transport has none.
+    heap: Heap | None
 
     def send(self, peer: int, *buffers: Buffer, lane: int = 0) -> Awaitable[None]:
         """Start one message to `peer`; finished when the buffers may be changed again."""
@@ -58,4 +64,20 @@ class Link(Protocol):
 
     async def turn(self) -> None:
         """Let the event loop run other work; algorithms call it between blocks of long local work."""
+        ...
+
+    def allocate(self, adapter: TensorAdapter[T], like: T, shape: tuple[int, ...], dtype: str) -> Target[T]:
+        """`TensorAdapter.allocate`, from `heap` where there is one and the tensor is large."""
+        ...
+
+    def open(self, peer: int, number: int) -> memoryview:
+        """Memory of `peer`; only with a `heap`. See `Regions.open`."""
+        ...
+
+    def signal(self, peer: int) -> None:
+        """Something was written to shared memory that `peer` may wait for."""
+        ...
+
+    def watch(self, peer: int, ready: Callable[[], bool]) -> Awaitable[None]:
+        """Wait for something that `peer` writes to shared memory."""
         ...

@@ -13,6 +13,7 @@ from .recursive import recursive_halving
 from .reduction_pipeline import even_parts, reduce_parts
 from .reductions import Algorithm, Plan, plan_of
 from .rings import ring_reduce_scatter
+from .shared import shared_reduce_scatter
 
 if TYPE_CHECKING:
     from ..tensors import Reducer, Target, TensorAdapter
@@ -89,7 +90,7 @@ class ReduceScatter(Generic[T]):
         plan, target, adapter, dim = self._plan, self._target, self._adapter, self._dim
         source = adapter.read(adapter.movedim(self._value, dim, 0) if dim else self._value)
         if target is None:
-            target = adapter.allocate(self._value, plan.result.shape, plan.result.dtype)
+            target = link.allocate(adapter, self._value, plan.result.shape, plan.result.dtype)
         else:
             source = await separate(link, source, target.buffer)
         if link.size == 1:
@@ -129,4 +130,5 @@ _ALGORITHMS: Mapping[str, Algorithm] = {
     "pairwise": pairwise,
     "recursive_halving": recursive_halving,
     "ring": ring,
+    "shared": shared_reduce_scatter,
 }

@@ -42,6 +42,7 @@ class _Case(NamedTuple):
         segment: the payload at which throughput has levelled off.
         exact: whether the documented order of summation is asked for.
         wide: bytes that an algorithm sends where it has to send unrounded partial results.
+        shared: whether all ranks see the same memory, and messages are not limited in size.
     """
 
     nbytes: int
@@ -50,6 +51,7 @@ class _Case(NamedTuple):
     segment: int
     exact: bool
     wide: int
+    shared: bool
 
 
 class _Row(NamedTuple):
@@ -66,8 +68,16 @@ def _power_of_two(case: _Case) -> bool:
     return case.size & (case.size - 1) == 0
 
 
+#: From this size on, telling where tensors lie costs less than sending them.
+_SHARED = 128 * 1024
+
 _TABLES: dict[str, tuple[_Row, ...]] = {
     "all_reduce": (
+        _Row(
+            "shared",
+            lambda c: c.shared and c.nbytes >= _SHARED,
+            "all ranks see the same memory: each adds its part from where the inputs lie",
+        ),
         _Row(
             "direct",
             lambda c: c.size <= 2 and c.nbytes <= 16 * c.pipe,
@@ -100,6 +110,11 @@ _TABLES: dict[str, tuple[_Row, ...]] = {
         ),
     ),
     "reduce_scatter": (
+        _Row(
+            "shared",
+            lambda c: c.shared and c.nbytes >= _SHARED,
+            "all ranks see the same memory: each adds its part from where the inputs lie",
+        ),
         _Row(
             "recursive_halving",
             lambda c: c.size > 4 and _power_of_two(c) and c.wide <= 4 * c.pipe,
@@ -180,6 +195,8 @@ _TABLES: dict[str, tuple[_Row, ...]] = {
 _NEEDS: dict[tuple[str, str], tuple[Callable[[_Case], bool], str]] = {
     ("reduce_scatter", "recursive_halving"): (_power_of_two, "a power of two of ranks"),
     ("reduce_scatter", "ring"): (lambda c: not c.exact, 'order="any"'),
+    ("all_reduce", "shared"): (lambda c: c.shared, "memory that all ranks see, and no byte budget"),
+    ("reduce_scatter", "shared"): (lambda c: c.shared, "memory that all ranks see, and no byte budget"),
 }
 
 _ALGORITHMS: dict[str, frozenset[str]] = {
@@ -217,7 +234,9 @@ def choose(
     Raises:
         ConfigError: the operation, or the algorithm that `settings` names, is not known.
     """
-    return _choose(operation, nbytes, size, capabilities, settings.algorithm, exact, widens)
+    return _choose(
+        operation, nbytes, size, capabilities, settings.algorithm, exact, widens, settings.max_bytes is None
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -229,6 +248,7 @@ def _choose(
     wanted: str | None,
     exact: bool,
     widens: bool,
+    unbounded: bool,
 ) -> Choice:
     rows = _TABLES.get(operation)
     if rows is None:
@@ -242,6 +262,7 @@ def _choose(
         capabilities.segment_bytes,
         exact,
         2 * nbytes if widens else nbytes,
+        capabilities.shared_memory and unbounded,
     )
     passed_over = ""
     if wanted is not None:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ..errors import TensorContractError
 from .adapter import Target, TensorSpec, check_out
 from .dtypes import DTYPES, dtype_of
-from .pool import POOLED, pool
+from .pool import POOLED, take
 
 __all__ = ["NumpyAdapter", "host_array"]
 
@@ -116,7 +116,7 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     nbytes = prod(shape) * dtype.itemsize
     if nbytes < POOLED:
         return np.empty(shape, dtype)
-    return pool.take(nbytes).view(dtype).reshape(shape)
+    return take(nbytes).view(dtype).reshape(shape)
 
 
 def _bytes_of(array: Array) -> memoryview:

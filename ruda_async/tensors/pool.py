@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["POOLED", "Pool", "pool"]
+__all__ = ["POOLED", "Pool", "allocating", "take"]
+
+Block = npt.NDArray[Any]
 
 #: Results from this many bytes on come from the pool.
 POOLED = 1024 * 1024
@@ -24,21 +28,38 @@ _LIMIT = 512 * 1024 * 1024
 _IDLE = 3
 
 
+def _ordinary(nbytes: int) -> Block:
+    return np.empty(nbytes, np.uint8)
+
+
+def _forget(_: Block) -> None:
+    pass
+
+
 class Pool:
     """Blocks of a few sizes; safe to use from several threads.
 
     Args:
-        limit: bytes to keep; what is handed out beyond them is ordinary memory.
+        limit: bytes to keep.
+        make: a fresh block of so many bytes.
+        drop: called with a block that the pool lets go of.
     """
 
-    def __init__(self, limit: int = _LIMIT) -> None:
+    def __init__(
+        self,
+        limit: int = _LIMIT,
+        make: Callable[[int], Block] = _ordinary,
+        drop: Callable[[Block], None] = _forget,
+    ) -> None:
         self._limit = limit
+        self._make = make
+        self._drop = drop
         self._lock = threading.Lock()
-        self._blocks: list[npt.NDArray[Any]] = []
+        self._blocks: list[Block] = []
         self._kept = 0
 
-    def take(self, nbytes: int) -> npt.NDArray[Any]:
-        """`nbytes` bytes whose content is whatever the last user left."""
+    def take(self, nbytes: int) -> Block | None:
+        """`nbytes` bytes whose content is whatever the last user left; None where the limit is reached."""
         # Eight sizes to a factor of two: little is wasted, and near sizes share blocks.
         step = 1 << max(nbytes.bit_length() - 4, 12)
         size = -(-nbytes // step) * step
@@ -48,11 +69,23 @@ class Pool:
                     return block[:nbytes]
             if self._kept + size > self._limit:
                 self._drop_idle()
-            fresh = np.empty(size, np.uint8)
-            if self._kept + size <= self._limit:
-                self._blocks.append(fresh)
-                self._kept += size
+                if self._kept + size > self._limit:
+                    return None
+            fresh = self._make(size)
+            self._blocks.append(fresh)
+            self._kept += size
             return fresh[:nbytes]
+
+    def discard(self, block: Block) -> None:
+        """Let go of a block, or of that which `block` is a view of, though it may be in use."""
+        base = block.base if isinstance(block.base, np.ndarray) else block
+        with self._lock:
+            for index, mine in enumerate(self._blocks):
+                if mine is base:
+                    del self._blocks[index]
+                    self._kept -= mine.nbytes
+                    self._drop(mine)
+                    return
 
     def _drop_idle(self) -> None:
         """Give the memory of free blocks back."""
@@ -61,9 +94,33 @@ class Pool:
             block = blocks.pop()
             if sys.getrefcount(block) == _IDLE - 1:
                 self._kept -= block.nbytes
+                self._drop(block)
             else:
                 self._blocks.append(block)
 
 
-#: The one that the adapters use.
-pool = Pool()
+#: The one for results in ordinary memory.
+_pool = Pool()
+_here = threading.local()
+
+
+def take(nbytes: int) -> Block:
+    """Memory for a result of at least `POOLED` bytes: from where `allocating` says, else from the pool."""
+    source: Callable[[int], Block | None] | None = getattr(_here, "source", None)
+    if source is not None:
+        block = source(nbytes)
+        if block is not None:
+            return block
+    block = _pool.take(nbytes)
+    return _ordinary(nbytes) if block is None else block
+
+
+@contextmanager
+def allocating(source: Callable[[int], Block | None]) -> Iterator[None]:
+    """Take the memory of large results from `source` meanwhile, in this thread; None means not from there."""
+    outer = getattr(_here, "source", None)
+    _here.source = source
+    try:
+        yield
+    finally:
+        _here.source = outer

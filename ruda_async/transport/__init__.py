@@ -44,6 +44,7 @@ from .matching import (
 )
 from .mesh import MAX_STRANGERS, Endpoint, Mesh
 from .parameters import extract_parameters, merge_parameters, param
+from .regions import Regions
 from .registry import WrapperPlugin
 
 __all__ = [
@@ -74,6 +75,7 @@ __all__ = [
     "ProtocolError",
     "Ready",
     "Receive",
+    "Regions",
     "RudaError",
     "Secret",
     "Terms",

@@ -82,7 +82,7 @@ class Capabilities:
 
     Attributes:
         ordered: messages of different tags from one peer also arrive in the order they were sent.
-        shared_memory: all ranks are on one host and can share memory.
+        shared_memory: all ranks see the same memory: the transport has `Regions`. Set by the library.
         device_memory: buffers may be `DeviceBuffer`.
         secure: bytes on the wire are encrypted.
         notices_loss: a dead peer fails pending receives without waiting for their deadline.
@@ -133,6 +133,9 @@ class Transport(Protocol):
     Cancelling an awaitable withdraws it exactly: a message that a cancelled receive would have taken
     stays for the next receive of its tag, and the cancelled receive's buffers are not written any more;
     a cancelled send either never happened or arrives whole, and its buffers are not read any more.
+
+    A transport whose ranks can all see one memory may also have an attribute ``regions``, a
+    `ruda_async.transport.Regions`.
     """
 
     rank: int

@@ -25,6 +25,9 @@ from ruda_async.transport import (
     scatter,
 )
 
+from .calls import call
+from .regions import ProcessRegions
+
 __all__ = ["MemoryTransport"]
 
 #: Bytes copied per turn of the loop: well under a millisecond.
@@ -88,7 +91,7 @@ class _Lent:
 
     def release(self) -> None:
         """Let the sender go on: its memory is not read any more."""
-        _call(self.sender_loop, _succeed, self.done)
+        call(self.sender_loop, _succeed, self.done)
 
 
 class _Transfer:
@@ -147,17 +150,6 @@ def _succeed(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: object) -> None:
-    """Run `function` on `loop`, from whatever thread; nothing where that loop is gone."""
-    if asyncio._get_running_loop() is loop:
-        function(*args)
-        return
-    try:
-        loop.call_soon_threadsafe(function, *args)
-    except RuntimeError:
-        pass
-
-
 class MemoryTransport:
     """One rank of a job that lives in one process. See `ruda_async.transport.Transport`."""
 
@@ -173,7 +165,8 @@ class MemoryTransport:
         self._name = name
         self._early_limit = early_bytes
         self._eager = capabilities.eager_bytes
-        self._peers: Mapping[int, MemoryTransport] = {}
+        self.peers: Mapping[int, MemoryTransport] = {}
+        self.regions = ProcessRegions(self)
         self._counters = {peer: _Counters() for peer in self.inboxes}
         #: Messages of ours that peers have not copied yet: future → (peer, tag).
         self._lent: dict[asyncio.Future[None], tuple[int, int]] = {}
@@ -181,7 +174,7 @@ class MemoryTransport:
 
     def link(self, peers: Mapping[int, MemoryTransport]) -> None:
         """All ranks are here; called once, before anybody sends."""
-        self._peers = peers
+        self.peers = peers
 
     # ------------------------------------------------------------------ messages
 
@@ -195,7 +188,7 @@ class MemoryTransport:
         counters = self._counters[peer]
         counters.messages_sent += 1
         counters.bytes_sent += nbytes
-        target = self._peers[peer]
+        target = self.peers[peer]
         here = target.loop is self.loop
         waiting = counters.eager_sent - target._counters[self.rank].eager_consumed
         if nbytes <= self._eager and (nbytes == 0 or waiting + nbytes <= self._early_limit):
@@ -204,13 +197,13 @@ class MemoryTransport:
                 target._accept_bytes(self.rank, tag, head, buffers, nbytes)
             else:
                 data = gather_bytes(buffers) if nbytes else b""
-                _call(target.loop, target._accept_bytes, self.rank, tag, head, (memoryview(data),), nbytes)
+                call(target.loop, target._accept_bytes, self.rank, tag, head, (memoryview(data),), nbytes)
             return DONE
         done: asyncio.Future[None] = self.loop.create_future()
         self._lent[done] = (peer, tag)
         done.add_done_callback(self._lent.pop)
         message = _Lent(head, nbytes, buffers, done, self.loop, target, self.rank)
-        _call(target.loop, target._accept_lent, self.rank, tag, message)
+        call(target.loop, target._accept_lent, self.rank, tag, message)
         return done
 
     def recv_into(self, peer: int, tag: int, buffers: Sequence[Buffer], head: bytes = b"") -> Awaitable[None]:
@@ -280,7 +273,7 @@ class MemoryTransport:
             "job": self._name,
             "rank": self.rank,
             "world_size": self.world_size,
-            "threads": len({id(t.loop) for t in self._peers.values()}) > 1,
+            "threads": len({id(t.loop) for t in self.peers.values()}) > 1,
         }
 
     def stats(self) -> dict[int, dict[str, int]]:
@@ -290,7 +283,7 @@ class MemoryTransport:
                 "bytes_sent": counters.bytes_sent,
                 "messages_received": counters.messages_received,
                 "bytes_received": counters.bytes_received,
-                "early_bytes": self._peers[peer]._counters[self.rank].eager_sent - counters.eager_consumed,
+                "early_bytes": self.peers[peer]._counters[self.rank].eager_sent - counters.eager_consumed,
             }
             for peer, counters in self._counters.items()
         }
@@ -310,16 +303,18 @@ class MemoryTransport:
         for inbox in self.inboxes.values():
             inbox.close(ours)
             inbox.drop_all()
+        self.regions.close()
         self._take_back(ours, lambda *_: True)
-        for peer, transport in self._peers.items():
+        for peer, transport in self.peers.items():
             if peer != self.rank:
                 lost = PeerLostError(
                     f"rank {self.rank} has {how} its communicator", rank=self.rank, orderly=orderly
                 )
-                _call(transport.loop, transport._peer_left, self.rank, lost)
+                call(transport.loop, transport._peer_left, self.rank, lost)
 
     def _peer_left(self, peer: int, error: PeerLostError) -> None:
         self.inboxes[peer].close(error)
+        self.regions.lose(peer, error)
         self._take_back(error, lambda its_peer, _: its_peer == peer)
 
     def _take_back(self, error: BaseException, which: Callable[[int, int], bool]) -> None:
@@ -329,5 +324,5 @@ class MemoryTransport:
                 fail_future(done, error)
 
     def __del__(self) -> None:
-        if self._closed is None and self._peers:
+        if self._closed is None and self.peers:
             self.abort("its communicator was dropped without close()")

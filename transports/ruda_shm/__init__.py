@@ -60,7 +60,7 @@ class ShmPlugin:
         from .pairs import open_pairs
 
         parameters: ShmParameters = job.parameters
-        streams, terms = await open_pairs(job, parameters)
+        streams, terms, regions = await open_pairs(job, parameters)
         return FramedTransport(
             job,
             streams,
@@ -74,6 +74,7 @@ class ShmPlugin:
                 bandwidth=4e9,
             ),
             facts={"scheme": self.scheme},
+            regions=regions,
         )
 
 

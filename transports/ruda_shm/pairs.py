@@ -27,6 +27,7 @@ from ruda_async.transport import (
     Terms,
 )
 
+from .regions import SharedRegions
 from .ring import HEADER_BYTES, Ring
 from .stream import RingStream
 
@@ -75,8 +76,10 @@ class _Peer(NamedTuple):
         return Endpoint(find, f"process {self.pid}")
 
 
-async def open_pairs(job: Job, parameters: ShmParameters) -> tuple[dict[int, RingStream], dict[int, Terms]]:
-    """A stream to every other rank, and the terms of each.
+async def open_pairs(
+    job: Job, parameters: ShmParameters
+) -> tuple[dict[int, RingStream], dict[int, Terms], SharedRegions]:
+    """A stream to every other rank, the terms of each, and the memory that all can see.
 
     Raises:
         ConfigError: the rings cannot be had; and what `Job.meet` and `Mesh.link` raise.
@@ -89,7 +92,7 @@ async def open_pairs(job: Job, parameters: ShmParameters) -> tuple[dict[int, Rin
     meeting_place = f"\0ruda-async/{os.getuid()}/{name}"
     if job.world_size == 1:
         await job.meet(b"", meeting_place)
-        return {}, {}
+        return {}, {}, SharedRegions({}, {}, 0)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         address = f"\0ruda-async/{os.getuid()}/{secrets.token_hex(16)}"
         listener.bind(address)
@@ -100,6 +103,7 @@ async def open_pairs(job: Job, parameters: ShmParameters) -> tuple[dict[int, Rin
         mesh = Mesh(job, meeting.session)
         await mesh.link(listener, {rank: peer.endpoint() for rank, peer in peers.items()})
     streams: dict[int, RingStream] = {}
+    for_regions: dict[int, socket.socket] = {}
     try:
         spin = _spin(job, parameters)
         for rank in sorted(mesh.sockets):
@@ -107,15 +111,16 @@ async def open_pairs(job: Job, parameters: ShmParameters) -> tuple[dict[int, Rin
             sock = mesh.sockets[rank]
             # The higher rank of a pair makes the memory, as it is the one that dialled.
             opening = _give(job, sock, ring_bytes) if rank < job.rank else _take(job, sock, rank)
-            memory = await opening
+            memory, for_regions[rank] = await opening
             streams[rank] = _stream(sock, memory, rank < job.rank, spin, label)
     except BaseException:
         for stream in streams.values():
             stream.close()
-        for sock in mesh.sockets.values():
+        for sock in (*mesh.sockets.values(), *for_regions.values()):
             sock.close()
         raise
-    return streams, {rank: peer.terms for rank, peer in peers.items()}
+    terms = {rank: peer.terms for rank, peer in peers.items()}
+    return streams, terms, SharedRegions(streams, for_regions, spin)
 
 
 def _ring_bytes(job: Job, parameters: ShmParameters) -> int:
@@ -136,35 +141,44 @@ def _spin(job: Job, parameters: ShmParameters) -> float:
     return 20e-6 if job.world_size <= len(os.sched_getaffinity(0)) else 0.0
 
 
-async def _give(job: Job, sock: socket.socket, ring_bytes: int) -> mmap.mmap:
-    """Make the pair's memory and hand it to the peer."""
+async def _give(job: Job, sock: socket.socket, ring_bytes: int) -> tuple[mmap.mmap, socket.socket]:
+    """Make the pair's memory, and a socket for more of it; hand both to the peer."""
     size = 2 * (HEADER_BYTES + ring_bytes)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
     try:
         descriptor = os.memfd_create("ruda-async", os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, size)
             os.posix_fallocate(descriptor, 0, size)  # now, rather than a SIGBUS in the middle of a copy
             memory = mmap.mmap(descriptor, size)
-            await _ready(job, sock, partial(socket.send_fds, sock, [_SIZE.pack(size)], [descriptor]))
+            await _ready(
+                job,
+                sock,
+                partial(socket.send_fds, sock, [_SIZE.pack(size)], [descriptor, theirs.fileno()]),
+            )
         finally:
             os.close(descriptor)
+            theirs.close()
     except BrokenPipeError:
+        ours.close()
         raise PeerLostError(f"rank {job.rank}: a rank died while memory was shared with it") from None
     except OSError as error:
+        ours.close()
         raise ConfigError(
             f"rank {job.rank} cannot have {size} bytes of shared memory per pair of ranks "
             f"({error.strerror}); give a smaller ring_bytes= than {ring_bytes}, or more memory"
         ) from None
-    return memory
+    return memory, ours
 
 
-async def _take(job: Job, sock: socket.socket, rank: int) -> mmap.mmap:
-    """The pair's memory, from the peer."""
+async def _take(job: Job, sock: socket.socket, rank: int) -> tuple[mmap.mmap, socket.socket]:
+    """The pair's memory, and the socket for more of it, from the peer."""
     data, descriptors, _, _ = await _ready(
-        job, sock, partial(socket.recv_fds, sock, _SIZE.size, 1), reading=True
+        job, sock, partial(socket.recv_fds, sock, _SIZE.size, 2), reading=True
     )
     try:
-        if len(data) != _SIZE.size or len(descriptors) != 1:
+        if len(data) != _SIZE.size or len(descriptors) != 2:
             raise PeerLostError(f"rank {rank} died, or had no memory to share", rank=rank)
         (size,) = _SIZE.unpack(data)
         capacity = size // 2 - HEADER_BYTES
@@ -175,7 +189,10 @@ async def _take(job: Job, sock: socket.socket, rank: int) -> mmap.mmap:
             or size % 2
         ):
             raise ProtocolError(f"rank {rank} shared {size} bytes, which are no two rings", rank=rank)
-        return mmap.mmap(descriptors[0], size)
+        memory = mmap.mmap(descriptors[0], size)
+        for_regions = socket.socket(fileno=descriptors.pop())
+        for_regions.setblocking(False)
+        return memory, for_regions
     finally:
         for descriptor in descriptors:
             os.close(descriptor)

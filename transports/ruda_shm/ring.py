@@ -5,13 +5,14 @@ flag by which it asks for a doorbell when it has to wait. A side that is about t
 then looks once more; the other side moves its counter and then looks at the flag. With a full memory
 barrier between the two steps, at least one of them sees the other, and no wake-up is lost.
 
-Layout, each on a cache line of its own: written, reader waits, read, writer waits; then the bytes.
+Layout, each on a cache line of its own: written, reader waits, read, writer waits; then the bytes. Beside
+the reader's flag lies another for whoever waits for something else that the writer may write.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -19,6 +20,7 @@ __all__ = ["HEADER_BYTES", "Ring"]
 
 HEADER_BYTES = 256
 _WRITTEN, _READER_WAITS, _READ, _WRITER_WAITS = 0, 8, 16, 24
+_READER_WATCHES = 9
 
 #: Taking a free lock is an atomic read-modify-write: on x86-64 a full memory barrier, elsewhere at least
 #: an acquire and a release, and about the cheapest that Python code can have.
@@ -88,6 +90,14 @@ class Ring:
         self._counters[_READER_WAITS] = 0
         return True
 
+    def reader_watches(self) -> bool:
+        """After a write elsewhere: whether the reader wants a doorbell for that; asked once per wait."""
+        with _barrier:
+            if not self._counters[_READER_WATCHES]:
+                return False
+        self._counters[_READER_WATCHES] = 0
+        return True
+
     # ------------------------------------------------------------------ the reader's side
 
     def read_into(self, buffer: memoryview) -> int:
@@ -138,6 +148,13 @@ class Ring:
                 return True
         self._counters[_READER_WAITS] = 0
         return False
+
+    def watch(self, ready: Callable[[], bool]) -> bool:
+        """Ask for a doorbell at the writer's next signal; True where `ready` holds meanwhile."""
+        self._counters[_READER_WATCHES] = 1
+        with _barrier:
+            pass
+        return ready()
 
     def writer_waits(self) -> bool:
         """After a read: whether the writer wants a doorbell; asked once per wait."""

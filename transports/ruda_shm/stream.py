@@ -11,6 +11,7 @@ import mmap
 import select
 import socket
 from collections.abc import Callable, Sequence
+from time import perf_counter
 
 from ruda_async.transport import Buffer, blocking
 
@@ -58,7 +59,10 @@ class RingStream:
         self._writing_again = False
         self._looking = False
         self._full = False
-        self._gone = False
+        self._on_signal: Callable[[], None] | None = None
+        self._on_loss: Callable[[], None] | None = None
+        #: Whether the peer's process is gone, or has ended its side.
+        self.gone = False
         self._closed = False
         self.write: Callable[[Sequence[Buffer | bytes]], int] = self._write
         self.read_into: Callable[[memoryview], int] = self._read_into
@@ -67,7 +71,7 @@ class RingStream:
 
     def _write(self, buffers: Sequence[Buffer | bytes]) -> int:
         """See `ByteStream.write`. Where it takes nothing, it has asked for a doorbell."""
-        if self._gone:
+        if self.gone:
             raise BrokenPipeError("the peer's process is gone")
         size = self._out.write(buffers)
         if not size:
@@ -99,7 +103,7 @@ class RingStream:
             if incoming.writer_waits():
                 self._ring()
             return size
-        if self._gone:
+        if self.gone:
             return 0
         raise BlockingIOError
 
@@ -116,7 +120,35 @@ class RingStream:
                     self._lose()
             except OSError:
                 self._lose()
+            if self._on_signal is not None:  # the bell may have been for it
+                self._on_signal()
         return self._in.filled()
+
+    # ------------------------------------------------------------------ other shared memory
+
+    def signal(self) -> None:
+        """Something was written elsewhere that the peer may wait for."""
+        if not self._closed and self._out.reader_watches():
+            self._ring()
+
+    def spin_for(self, ready: Callable[[], bool], seconds: float) -> bool:
+        """Look for a moment whether `ready` holds."""
+        if not seconds:
+            return ready()
+        end = perf_counter() + seconds
+        while not ready():
+            if perf_counter() > end:
+                return False
+        return True
+
+    def ask_for_signal(self, ready: Callable[[], bool]) -> bool:
+        """Have the peer ring at its next `signal`; True where `ready` holds already."""
+        return not self._closed and self._in.watch(ready)
+
+    def on_signal(self, callback: Callable[[], None], lost: Callable[[], None]) -> None:
+        """Call `callback` when the peer has rung, and `lost` when it is gone."""
+        self._on_signal = callback
+        self._on_loss = lost
 
     # ------------------------------------------------------------------ doorbells
 
@@ -138,15 +170,19 @@ class RingStream:
             self._lose()
         self._full = False
         self._write_again()
+        if self._on_signal is not None:
+            self._on_signal()
         if self._on_readable is not None:
             self._on_readable()
 
     def _lose(self) -> None:
         """The peer's process is gone, or has ended its side."""
-        if not self._gone:
-            self._gone = True
+        if not self.gone:
+            self.gone = True
             self._loop.remove_reader(self._fd)
             self._read_again()
+            if self._on_loss is not None:
+                self._on_loss()
 
     def _read_again(self) -> None:
         if not self._reading_again:
@@ -156,7 +192,7 @@ class RingStream:
     def _read_turn(self) -> None:
         self._reading_again = False
         if not self._closed and self._on_readable is not None:
-            if self._gone:
+            if self.gone:
                 self._read_again()  # until the reader has come to the end and closes
             self._on_readable()
 
@@ -193,7 +229,7 @@ class RingStream:
         if self._closed:
             return
         self._closed = True
-        if not self._gone:
+        if not self.gone:
             self._loop.remove_reader(self._fd)
         self._sock.close()
         self._out.release()

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from ...errors import CommunicatorClosedError, PeerLostError
 from ..base import Buffer, Capabilities, Envelope, never_stale, no_peer
 from ..job import Job
+from ..regions import Regions
 from .activity import Activity
 from .link import Link
 from .parameters import FramedParameters
@@ -26,6 +27,7 @@ class FramedTransport:
         terms: what each other rank told.
         capabilities: with ``eager_bytes`` as in `parameters`.
         facts: what `describe` says beyond the common.
+        regions: memory that the ranks share, where there is such.
     """
 
     def __init__(
@@ -37,10 +39,12 @@ class FramedTransport:
         capabilities: Capabilities,
         *,
         facts: Mapping[str, object],
+        regions: Regions | None = None,
     ) -> None:
         self.rank = job.rank
         self.world_size = job.world_size
         self.capabilities = capabilities
+        self.regions = regions
         self.loop = asyncio.get_running_loop()
         self.is_stale: Callable[[int], bool] = never_stale
         self._facts = dict(facts)
@@ -186,3 +190,5 @@ class FramedTransport:
         for link in self._links.values():
             link.end(error)
             link.inbox.drop_all()
+        if self.regions is not None:
+            self.regions.close()

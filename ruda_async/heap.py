@@ -1,0 +1,122 @@
+"""Results and work areas in memory that all ranks of the job can see."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .tensors.pool import Pool, allocating
+from .transport.regions import Regions
+
+__all__ = ["Heap", "Place"]
+
+#: Shared memory that one rank keeps for results and work areas, used or free, in bytes.
+_LIMIT = 1024 * 1024 * 1024
+
+
+class Place(NamedTuple):
+    """Where a peer finds some bytes: in which region of this rank, and how far into it."""
+
+    number: int
+    offset: int
+
+    def further(self, nbytes: int) -> Place:
+        """The place `nbytes` on."""
+        return Place(self.number, self.offset + nbytes)
+
+
+class Heap:
+    """One rank's shared blocks, recycled like those of `tensors.pool`, over a transport's `Regions`."""
+
+    def __init__(self, regions: Regions, limit: int = _LIMIT) -> None:
+        self.regions = regions
+        self._pool = Pool(limit, self._create, self._destroy)
+        self._lock = threading.Lock()
+        #: Start addresses, sorted, and for each the block's size and number.
+        self._starts: list[int] = []
+        self._blocks: dict[int, tuple[int, int]] = {}
+
+    def take(self, nbytes: int) -> npt.NDArray[Any]:
+        """`nbytes` shared bytes of unknown content; free again when the last view of them is gone.
+
+        Raises:
+            OSError: there is no such memory.
+        """
+        block = self._pool.take(nbytes)
+        if block is None:  # more than the pool keeps: for this one use
+            block = self._create(nbytes)
+            weakref.finalize(block, self._forget, _address(block))
+        return block
+
+    def discard(self, block: npt.NDArray[Any]) -> None:
+        """A block that peers may still write to: never hand it out again."""
+        self._pool.discard(block)
+
+    @contextmanager
+    def allocating(self) -> Iterator[None]:
+        """Large results that are allocated in this block, by this thread, are shared."""
+        with allocating(self._try_take):
+            yield
+
+    def _try_take(self, nbytes: int) -> npt.NDArray[Any] | None:
+        try:
+            return self._pool.take(nbytes)
+        except OSError:
+            return None  # ordinary memory does as well, only slower
+
+    def find(self, view: memoryview) -> Place | None:
+        """Where the peers see these bytes, or None where they do not."""
+        if not len(view):
+            return None
+        start = _address(np.frombuffer(view, np.uint8))
+        with self._lock:
+            index = bisect_right(self._starts, start) - 1
+            if index < 0:
+                return None
+            base = self._starts[index]
+            size, number = self._blocks[base]
+        offset = start - base
+        return Place(number, offset) if offset + len(view) <= size else None
+
+    @contextmanager
+    def lending(self, view: memoryview) -> Iterator[Place | None]:
+        """`find`, or where the transport can lend any memory, that of `view` as long as the block lasts."""
+        place = self.find(view)
+        number = self.regions.lend(view) if place is None and len(view) else None
+        if number is None:
+            yield place
+            return
+        try:
+            yield Place(number, 0)
+        finally:
+            self.regions.destroy(number)
+
+    def _create(self, nbytes: int) -> npt.NDArray[Any]:
+        number, view = self.regions.create(nbytes)
+        block: npt.NDArray[Any] = np.frombuffer(view, np.uint8)
+        base = _address(block)
+        with self._lock:
+            self._starts.insert(bisect_right(self._starts, base), base)
+            self._blocks[base] = (nbytes, number)
+        return block
+
+    def _destroy(self, block: npt.NDArray[Any]) -> None:
+        self._forget(_address(block))
+
+    def _forget(self, base: int) -> None:
+        with self._lock:
+            self._starts.remove(base)
+            _, number = self._blocks.pop(base)
+        self.regions.destroy(number)
+
+
+def _address(block: npt.NDArray[Any]) -> int:
+    address: int = block.__array_interface__["data"][0]
+    return address

@@ -1,0 +1,174 @@
+"""Whole regions of shared memory, beside the rings: what `ruda_async.transport.Regions` asks for.
+
+A region is an anonymous memory file. Its owner hands it to every peer at once, over a Unix socket of the
+pair that carries nothing else, and keeps no descriptor; so regions need no name and no limit on open files,
+and the kernel frees one with the last process that maps it. Pages come with their first use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import socket
+import struct
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+
+from ruda_async.transport import DONE, PeerLostError, fail_future
+
+from .stream import RingStream
+
+__all__ = ["SharedRegions"]
+
+#: The number of a region and its size; 0 bytes for one that is gone.
+_NOTE = struct.Struct("<QQ")
+#: A peer is believed so much: no single region is larger (64 TiB).
+_MOST = 1 << 46
+
+
+class _Peer:
+    """What this rank has of one other: its regions, and waits for what it writes."""
+
+    __slots__ = ("maps", "rank", "sock", "stream", "unsent", "waits")
+
+    def __init__(self, rank: int, stream: RingStream, sock: socket.socket) -> None:
+        self.rank = rank
+        self.stream = stream
+        self.sock = sock
+        self.maps: dict[int, memoryview] = {}
+        self.waits: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        #: Regions that are gone, which the peer could not be told yet.
+        self.unsent: list[int] = []
+
+    def receive(self) -> None:
+        """Take in what the peer said of its regions."""
+        while True:
+            try:
+                data, descriptors, _, _ = socket.recv_fds(self.sock, _NOTE.size, 1)
+            except (BlockingIOError, OSError):
+                return
+            try:
+                if len(data) != _NOTE.size:
+                    return  # the end
+                number, nbytes = _NOTE.unpack(data)
+                if not nbytes:
+                    self.maps.pop(number, None)
+                elif len(descriptors) == 1 and os.fstat(descriptors[0]).st_size == nbytes <= _MOST:
+                    self.maps[number] = memoryview(mmap.mmap(descriptors[0], nbytes))
+            finally:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+
+    def wake(self) -> None:
+        """The peer rang: end the waits whose condition holds, and ask again for the others."""
+        while self.waits:
+            still = []
+            for ready, future in self.waits:
+                if future.done():
+                    continue
+                if ready():
+                    future.set_result(None)
+                else:
+                    still.append((ready, future))
+            self.waits = still
+            if not still or self.stream.ask_for_signal(still[0][0]):
+                return
+
+
+class SharedRegions:
+    """See `ruda_async.transport.Regions`.
+
+    Args:
+        streams: to every other rank.
+        sockets: of type ``SOCK_SEQPACKET``, to every other rank, for descriptors alone.
+        patience: seconds that a waiting rank spins before it asks for a doorbell.
+    """
+
+    def __init__(
+        self, streams: Mapping[int, RingStream], sockets: Mapping[int, socket.socket], patience: float
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._patience = patience
+        self._last = 0
+        self._own: dict[int, memoryview] = {}
+        self._peers = {rank: _Peer(rank, streams[rank], sockets[rank]) for rank in streams}
+        for peer in self._peers.values():
+            self._loop.add_reader(peer.sock.fileno(), peer.receive)
+            peer.stream.on_signal(peer.wake, partial(self._lost, peer))
+
+    def create(self, nbytes: int) -> tuple[int, memoryview]:
+        """See `Regions.create`."""
+        descriptor = os.memfd_create("ruda-async", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, nbytes)
+            view = memoryview(mmap.mmap(descriptor, nbytes))
+            self._last = number = self._last + 1
+            note = _NOTE.pack(number, nbytes)
+            for peer in self._peers.values():
+                self._tell_gone(peer)
+                socket.send_fds(peer.sock, [note], [descriptor])
+        finally:
+            os.close(descriptor)
+        self._own[number] = view
+        return number, view
+
+    def destroy(self, number: int) -> None:
+        """See `Regions.destroy`."""
+        if self._own.pop(number, None) is None:
+            return
+        for peer in self._peers.values():
+            peer.unsent.append(number)
+            self._tell_gone(peer)
+
+    def _tell_gone(self, peer: _Peer) -> None:
+        while peer.unsent:
+            try:
+                peer.sock.send(_NOTE.pack(peer.unsent[-1], 0))
+            except OSError:
+                return  # later, if it lives
+            peer.unsent.pop()
+
+    def lend(self, memory: memoryview) -> int | None:
+        """See `Regions.lend`: other processes cannot see memory that was not made to be shared."""
+        return None
+
+    def open(self, peer: int, number: int) -> memoryview:
+        """See `Regions.open`."""
+        other = self._peers[peer]
+        if number not in other.maps:
+            other.receive()
+        return other.maps[number]
+
+    def signal(self, peer: int) -> None:
+        """See `Regions.signal`."""
+        self._peers[peer].stream.signal()
+
+    def watch(self, peer: int, ready: Callable[[], bool]) -> Awaitable[None]:
+        """See `Regions.watch`."""
+        other = self._peers[peer]
+        if other.stream.spin_for(ready, self._patience) or other.stream.ask_for_signal(ready):
+            return DONE
+        future: asyncio.Future[None] = self._loop.create_future()
+        if other.stream.gone:
+            future.set_exception(self._loss(other))
+        else:
+            other.waits.append((ready, future))
+        return future
+
+    def _loss(self, peer: _Peer) -> PeerLostError:
+        return PeerLostError(f"rank {peer.rank} died while its shared memory was in use", rank=peer.rank)
+
+    def _lost(self, peer: _Peer) -> None:
+        waits, peer.waits = peer.waits, []
+        for _, future in waits:
+            fail_future(future, self._loss(peer))
+
+    def close(self) -> None:
+        """Let go of everything."""
+        for peer in self._peers.values():
+            if peer.sock.fileno() >= 0:
+                self._loop.remove_reader(peer.sock.fileno())
+                peer.sock.close()
+            peer.maps.clear()
+        self._own.clear()
