@@ -159,8 +159,7 @@ class Operation:
         """A fresh tensor; see `collectives.operation.Link`."""
         if self.heap is None:
             return adapter.allocate(like, shape, dtype)
-        with self.heap.allocating():
-            return adapter.allocate(like, shape, dtype)
+        return self.heap.allocate(adapter, like, shape, dtype)
 
     def open(self, peer: int, number: int) -> memoryview:
         """Memory of `peer`; see `collectives.operation.Link`."""

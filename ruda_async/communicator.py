@@ -21,6 +21,7 @@ from .point_to_point import PointToPoint
 from .recovery import Recovery
 from .rendezvous import meet
 from .tags import channel_id
+from .tensors import blank
 from .transport.base import Transport
 from .transport.job import Job
 
@@ -110,6 +111,29 @@ class AsyncCommunicator(AsyncOperations):
         return (
             f"{operation} of {nbytes} bytes over {self.world_size} ranks: {choice.algorithm}, {choice.reason}"
         )
+
+    def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Any:
+        """A tensor of unknown content that collectives of this communicator read and write fastest.
+
+        Where the ranks share memory it lies there, from 256 KiB on, so that peers read it in place; elsewhere
+        it is an ordinary one. It may outlive the communicator. A child process that is forked while it
+        lives sees, and changes, the same memory.
+
+        Args:
+            shape: the lengths of the axes, or that of the only one.
+            dtype: numpy's, or torch's for a torch tensor on the host.
+
+        Raises:
+            TensorContractError: the dtype does not travel, or the shape is none.
+        """
+        adapter, like, lengths, name = blank(shape, dtype)
+        heap = self._node.heap
+        target = (
+            adapter.allocate(like, lengths, name)
+            if heap is None
+            else heap.allocate(adapter, like, lengths, name)
+        )
+        return target.finish()
 
     def __repr__(self) -> str:
         state = " closed" if self.closed else ""

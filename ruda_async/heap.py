@@ -7,18 +7,24 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from math import prod
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from .tensors.pool import Pool, allocating
+from .tensors import Target, TensorAdapter
+from .tensors.pool import POOLED, Pool, allocating
 from .transport.regions import Regions
 
 __all__ = ["Heap", "Place"]
 
+T = TypeVar("T")
+
 #: Shared memory that one rank keeps for results and work areas, used or free, in bytes.
 _LIMIT = 1024 * 1024 * 1024
+#: Bytes of the widest element.
+_WIDEST = 8
 
 
 class Place(NamedTuple):
@@ -59,11 +65,19 @@ class Heap:
         """A block that peers may still write to: never hand it out again."""
         self._pool.discard(block)
 
-    @contextmanager
-    def allocating(self) -> Iterator[None]:
-        """Large results that are allocated in this block, by this thread, are shared."""
+    def allocate(self, adapter: TensorAdapter[T], like: T, shape: tuple[int, ...], dtype: str) -> Target[T]:
+        """`TensorAdapter.allocate`, shared where the tensor is large."""
+        if prod(shape) * _WIDEST < POOLED:
+            return adapter.allocate(like, shape, dtype)
         with allocating(self._try_take):
-            yield
+            return adapter.allocate(like, shape, dtype)
+
+    @contextmanager
+    def work(self, nbytes: int) -> Iterator[memoryview]:
+        """A work area of so many bytes, for as long as the block lasts; ordinary memory if need be."""
+        block = self._try_take(max(nbytes, 1))
+        memory = np.empty(nbytes, np.uint8).data if block is None else block.data[:nbytes]
+        yield memory
 
     def _try_take(self, nbytes: int) -> npt.NDArray[Any] | None:
         try:

@@ -104,6 +104,10 @@ class Communicator(Operations):
         """As `AsyncCommunicator.explain`."""
         return self._inner.explain(operation, nbytes)
 
+    def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Any:
+        """As `AsyncCommunicator.empty`."""
+        return self._inner.empty(shape, dtype)
+
     def __repr__(self) -> str:
         return repr(self._inner).replace("AsyncCommunicator", "Communicator", 1)
 

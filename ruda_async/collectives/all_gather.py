@@ -25,6 +25,7 @@ from .messages import (
     swap,
 )
 from .movement import Plan, agreed, axis_of, check_kind, check_leading_axis, nbytes_of
+from .shared_copy import shared_all_gather
 
 if TYPE_CHECKING:
     from ..tensors import Target, TensorAdapter
@@ -275,6 +276,8 @@ class AllGather(Generic[T]):
         algorithm = plan.algorithm(link)
         if algorithm == "direct":
             await direct(link, out, nbytes, mine)
+        elif algorithm == "shared":
+            await shared_all_gather(link, out, nbytes, mine)
         else:
             if mine is not None:
                 await copy_all(link, own, mine)

@@ -13,6 +13,7 @@ from .all_gather import bruck, ring_blocks
 from .all_to_all_v import Rows, check_rows, rows_into
 from .messages import UNLIMITED, copy_all, message_limit, pairwise, scratch, separate, split, uneven
 from .movement import Plan, agreed, check_kind, check_leading_axis
+from .shared_copy import shared_uneven
 
 if TYPE_CHECKING:
     from ..tensors import Target, TensorAdapter
@@ -29,6 +30,7 @@ async def gather_blocks(
     """Gather blocks whose lengths only their ranks know.
 
     ``"direct"``: every block goes straight to everyone, and its message's length is its length.
+    ``"shared"``: the same through shared memory; see `shared_copy.shared_uneven`.
     ``"ring"``, and any algorithm within a byte budget: the lengths are gathered first, in log2(size) rounds
     (Bruck et al. 1997), then the blocks, so that all ranks cut them alike.
 
@@ -36,13 +38,16 @@ async def gather_blocks(
         link: the group.
         mine: this rank's block.
         unit: what every length is a multiple of, in bytes.
-        algorithm: ``"direct"`` or ``"ring"``.
+        algorithm: ``"shared"``, ``"direct"`` or ``"ring"``.
         place: gets the bytes from each rank and returns the memory for all of them, in rank order.
 
     Raises:
         ProtocolError: a length is not a multiple of `unit`.
     """
     rank, size = link.rank, link.size
+    if algorithm == "shared":
+        await shared_uneven(link, [mine] * size, unit, place, same=True)
+        return
     if algorithm == "direct" and message_limit(link) == UNLIMITED:
         await uneven(link, [mine] * size, unit, place)
         return

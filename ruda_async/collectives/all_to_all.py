@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -13,6 +13,7 @@ from ..tensors import TensorSpec, adapter_for, dtype_of
 from .messages import pairwise as exchange_pairwise
 from .messages import separate, split, swap
 from .movement import Plan, agreed, axis_of, check_leading_axis, nbytes_of
+from .shared_copy import shared_exchange
 
 if TYPE_CHECKING:
     from ..tensors import Target, TensorAdapter
@@ -122,6 +123,13 @@ def _pieces(
             yield from _pieces(to[at], source[at])
         else:
             yield to[at : at + step], source[at : at + step]
+
+
+_ALGORITHMS: Mapping[str, Callable[[Link, memoryview, memoryview], Awaitable[None]]] = {
+    "bruck": bruck,
+    "pairwise": pairwise,
+    "shared": shared_exchange,
+}
 
 
 # ---------------------------------------------------------------------- the request
@@ -241,8 +249,8 @@ class AllToAll(Generic[T]):
         target = self._target or link.allocate(adapter, value, plan.result.shape, plan.result.dtype)
         if self._out is not None:
             source = await separate(link, source, target.buffer)
-        bytewise = bruck if plan.algorithm(link) == "bruck" and len(source) else pairwise
-        await bytewise(link, source, target.buffer)
+        algorithm = plan.algorithm(link) if len(source) else "pairwise"
+        await _ALGORITHMS[algorithm](link, source, target.buffer)
         result: T = target.finish()
         if self._out is not None:
             return self._out

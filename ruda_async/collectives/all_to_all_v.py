@@ -26,6 +26,7 @@ from .messages import (
     uneven,
 )
 from .movement import Plan, agreed, check_kind, check_leading_axis, nbytes_of
+from .shared_copy import shared_uneven
 
 if TYPE_CHECKING:
     from ..tensors import Target, TensorAdapter
@@ -323,7 +324,9 @@ class AllToAllV(Generic[T]):
         outgoing = split(source, [count * unit for count in self._counts])
         rows = Rows(link, self.operation, adapter, self._value, plan.result, unit, self._out, self._target)
         limit = message_limit(link)
-        if limit == UNLIMITED:
+        if limit == UNLIMITED and plan.algorithm(link) == "shared":
+            await shared_uneven(link, outgoing, unit, rows.place)
+        elif limit == UNLIMITED:
             await uneven(link, outgoing, unit, rows.place)
         elif limit < unit:
             raise TensorContractError(

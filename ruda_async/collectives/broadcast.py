@@ -8,7 +8,7 @@ dissemination barrier, which costs a small broadcast nothing, and in the ring by
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -32,6 +32,7 @@ from .messages import (
     stream,
 )
 from .movement import Plan, agreed, check_kind, check_root, nbytes_of
+from .shared_copy import shared_broadcast
 
 if TYPE_CHECKING:
     from ..tensors import Target, TensorAdapter
@@ -210,6 +211,13 @@ async def broadcast_bytes(link: Link, root: int, data: memoryview, largest: int)
     return data
 
 
+_ALGORITHMS: Mapping[str, Callable[[Link, int, memoryview, memoryview | None], Awaitable[None]]] = {
+    "binomial": binomial,
+    "scatter_all_gather": scatter_all_gather,
+    "shared": shared_broadcast,
+}
+
+
 # ---------------------------------------------------------------------- the request
 
 
@@ -283,7 +291,6 @@ class Broadcast(Generic[T]):
             source = adapter.read(self._value)
             if self._out is not None:
                 source = None if same_memory(source, out) else await separate(link, source, out)
-        algorithm = scatter_all_gather if plan.algorithm(link) == "scatter_all_gather" else binomial
-        await algorithm(link, root, out, source)
+        await _ALGORITHMS[plan.algorithm(link)](link, root, out, source)
         result: T = target.finish()
         return result if self._out is None else self._out

@@ -12,18 +12,17 @@ reader has taken all; the last thing that a reader touches is that counter.
 from __future__ import annotations
 
 import struct
-from collections.abc import Awaitable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import ProtocolError, RudaError
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from ..heap import Place
     from .operation import Link
 
-__all__ = ["SLOTS", "Feed", "Offer", "Tap", "open_board", "trade"]
+__all__ = ["SLOTS", "Feed", "Offer", "Tap", "boarded", "lent", "trade"]
 
 #: Slots per feed whose bytes have to be copied: one that is filled, one that is read, one for jitter.
 SLOTS = 3
@@ -92,6 +91,8 @@ class Feed:
 
     def settle(self, board: int, at: int, memory: memoryview) -> list[Offer]:
         """Take this place on the board; an offer for every reader."""
+        if not self.readers:
+            return []
         lines = 2 * _LINE * len(self.readers)
         memory[:lines] = bytes(lines)
         self._counters = memory[:lines].cast("Q")
@@ -144,8 +145,9 @@ class Feed:
 
     def release(self) -> None:
         """Let go of the board."""
-        self._counters.release()
-        self._slots.release()
+        if self.readers:
+            self._counters.release()
+            self._slots.release()
 
 
 class Tap:
@@ -210,19 +212,32 @@ class Tap:
             self._bytes.release()
 
 
-def open_board(link: Link, feeds: Sequence[Feed]) -> tuple[npt.NDArray[Any], dict[int, list[Offer]]]:
-    """Room for all feeds in one region: the block, to be kept, and for each peer its offers in order.
+@contextmanager
+def lent(link: Link, data: Sequence[memoryview]) -> Iterator[list[Place | None]]:
+    """Where the peers see some of this rank's bytes, each, as long as the block lasts; None where not."""
+    assert link.heap is not None
+    with ExitStack() as stack:
+        yield [stack.enter_context(link.heap.lending(view)) for view in data]
+
+
+@contextmanager
+def boarded(link: Link, feeds: Sequence[Feed]) -> Iterator[dict[int, list[Offer]]]:
+    """Give all feeds their place in one region; for each peer its offers, in the feeds' order.
 
     Raises:
         RudaError: there is no shared memory for it.
     """
     assert link.heap is not None
+    nbytes = sum(feed.nbytes for feed in feeds)
+    if not nbytes:
+        yield {}
+        return
     try:
-        block = link.heap.take(sum(feed.nbytes for feed in feeds))
+        block = link.heap.take(nbytes)
     except OSError as error:
         raise RudaError(
-            f"rank {link.rank} has no shared memory for this call ({error.strerror or error}); "
-            "algorithm=pairwise does without"
+            f"rank {link.rank} has no {nbytes} bytes of shared memory for this call "
+            f"({error.strerror or error}); algorithm=pairwise does without"
         ) from error
     memory = block.data
     place = link.heap.find(memory)
@@ -231,12 +246,19 @@ def open_board(link: Link, feeds: Sequence[Feed]) -> tuple[npt.NDArray[Any], dic
     at = 0
     for feed in feeds:
         room = memory[at : at + feed.nbytes]
-        for reader, offer in zip(
-            feed.readers, feed.settle(place.number, place.offset + at, room), strict=True
-        ):
+        made = feed.settle(place.number, place.offset + at, room)
+        for reader, offer in zip(feed.readers, made, strict=True):
             offers.setdefault(reader, []).append(offer)
         at += feed.nbytes
-    return block, offers
+    try:
+        yield offers
+    except BaseException:
+        # A peer that has not heard yet may still move its counters on this board.
+        link.heap.discard(block)
+        raise
+    finally:
+        for feed in feeds:
+            feed.release()
 
 
 async def trade(

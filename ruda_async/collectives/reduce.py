@@ -12,6 +12,7 @@ from .movement import check_root
 from .recursive import fold
 from .reduction_pipeline import even_parts, reduce_parts
 from .reductions import Plan, combine_all, load_all, plan_of, store_all
+from .shared import shared_reduce
 
 if TYPE_CHECKING:
     from ..tensors import Reducer, Target, TensorAdapter
@@ -209,4 +210,5 @@ _ALGORITHMS: Mapping[str, Callable[[Link, Reducer, memoryview, memoryview, int],
     "direct": direct,
     "binomial": binomial,
     "reduce_scatter_gather": reduce_scatter_gather,
+    "shared": shared_reduce,
 }

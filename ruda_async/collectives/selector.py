@@ -71,13 +71,21 @@ def _power_of_two(case: _Case) -> bool:
 #: From this size on, telling where tensors lie costs less than sending them.
 _SHARED = 128 * 1024
 
+_ADDED = _Row(
+    "shared",
+    lambda c: c.shared and c.nbytes >= _SHARED,
+    "all ranks see the same memory: each adds its part from where the inputs lie",
+)
+_COPIED = _Row(
+    "shared",
+    lambda c: c.shared and c.nbytes >= _SHARED,
+    "all ranks see the same memory: each copies what it needs from where it lies",
+)
+_ROWS = _Row("shared", lambda c: c.shared, "all ranks see the same memory: long blocks are copied from there")
+
 _TABLES: dict[str, tuple[_Row, ...]] = {
     "all_reduce": (
-        _Row(
-            "shared",
-            lambda c: c.shared and c.nbytes >= _SHARED,
-            "all ranks see the same memory: each adds its part from where the inputs lie",
-        ),
+        _ADDED,
         _Row(
             "direct",
             lambda c: c.size <= 2 and c.nbytes <= 16 * c.pipe,
@@ -110,11 +118,7 @@ _TABLES: dict[str, tuple[_Row, ...]] = {
         ),
     ),
     "reduce_scatter": (
-        _Row(
-            "shared",
-            lambda c: c.shared and c.nbytes >= _SHARED,
-            "all ranks see the same memory: each adds its part from where the inputs lie",
-        ),
+        _ADDED,
         _Row(
             "recursive_halving",
             lambda c: c.size > 4 and _power_of_two(c) and c.wide <= 4 * c.pipe,
@@ -128,6 +132,7 @@ _TABLES: dict[str, tuple[_Row, ...]] = {
         _Row("pairwise", _always, "each rank receives its shard from all, pipelined, in one round"),
     ),
     "reduce": (
+        _ADDED,
         _Row(
             "direct",
             lambda c: c.size <= 4 and c.nbytes <= c.pipe,
@@ -143,6 +148,7 @@ _TABLES: dict[str, tuple[_Row, ...]] = {
         ),
     ),
     "all_gather": (
+        _COPIED,
         _Row(
             "direct",
             lambda c: c.size <= 4 or (c.size <= 8 and c.nbytes <= c.pipe),
@@ -156,10 +162,12 @@ _TABLES: dict[str, tuple[_Row, ...]] = {
         _Row("ring", _always, "many bytes: a ring keeps every link busy with one peer"),
     ),
     "all_gather_v": (
+        _ROWS,
         _Row("direct", lambda c: c.size <= 8, "few ranks: every shard goes straight to everyone"),
         _Row("ring", _always, "many ranks: a ring keeps every link busy with one peer"),
     ),
     "broadcast": (
+        _COPIED,
         _Row(
             "binomial",
             lambda c: c.size <= 2 or c.nbytes <= 8 * c.pipe,
@@ -180,6 +188,7 @@ _TABLES: dict[str, tuple[_Row, ...]] = {
         _Row("binomial", _always, "many ranks: a binomial tree spares the root most messages"),
     ),
     "all_to_all": (
+        _COPIED,
         _Row(
             "bruck",
             lambda c: c.size >= 8 and c.nbytes <= 256 * c.size,
@@ -187,7 +196,10 @@ _TABLES: dict[str, tuple[_Row, ...]] = {
         ),
         _Row("pairwise", _always, "every block goes straight to its rank"),
     ),
-    "all_to_all_v": (_Row("pairwise", _always, "every block goes straight to its rank"),),
+    "all_to_all_v": (
+        _ROWS,
+        _Row("pairwise", _always, "every block goes straight to its rank"),
+    ),
     "barrier": (_Row("dissemination", _always, "log2(ranks) rounds of empty messages"),),
 }
 
@@ -195,8 +207,11 @@ _TABLES: dict[str, tuple[_Row, ...]] = {
 _NEEDS: dict[tuple[str, str], tuple[Callable[[_Case], bool], str]] = {
     ("reduce_scatter", "recursive_halving"): (_power_of_two, "a power of two of ranks"),
     ("reduce_scatter", "ring"): (lambda c: not c.exact, 'order="any"'),
-    ("all_reduce", "shared"): (lambda c: c.shared, "memory that all ranks see, and no byte budget"),
-    ("reduce_scatter", "shared"): (lambda c: c.shared, "memory that all ranks see, and no byte budget"),
+    **{
+        (operation, "shared"): (lambda c: c.shared, "memory that all ranks see, and no byte budget")
+        for operation, rows in _TABLES.items()
+        if any(row.algorithm == "shared" for row in rows)
+    },
 }
 
 _ALGORITHMS: dict[str, frozenset[str]] = {

@@ -14,11 +14,11 @@ al., "Designing Efficient Shared Address Space Reduction Collectives for Multi-/
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from .feeds import Feed, Offer, Tap, open_board, trade
+from .feeds import Feed, Offer, Tap, boarded, lent, trade
 from .messages import peers
 from .reduction_pipeline import even_parts
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..tensors import Reducer
     from .operation import Link
 
-__all__ = ["shared_all_reduce", "shared_reduce_scatter"]
+__all__ = ["shared_all_reduce", "shared_reduce", "shared_reduce_scatter"]
 
 #: Bytes per block: operands, slots and result of one stay in the second-level cache.
 _BLOCK = 256 * 1024
@@ -44,13 +44,29 @@ async def shared_all_reduce(link: Link, reducer: Reducer, source: memoryview, ou
     S(n-1)/n written once more where the input, or the result, is not in shared memory. `out` may be `source`.
     """
     parts = even_parts(len(source), reducer.itemsize, link.size)
-    await _Reduction(link, reducer, source, parts, out, True).run()
+    start, end = parts[link.rank]
+    await _Reduction(link, reducer, source, parts, out[start:end], range(link.size), out).run()
+
+
+async def shared_reduce(link: Link, reducer: Reducer, source: memoryview, out: memoryview, root: int) -> None:
+    """Each rank reduces its part from all ranks' memory; the root reads the parts from their owners'.
+
+    `out` is empty on the other ranks, and does not overlap `source`.
+    """
+    parts = even_parts(len(source), reducer.itemsize, link.size)
+    start, end = parts[link.rank]
+    if link.rank == root:
+        await _Reduction(link, reducer, source, parts, out[start:end], (root,), out).run()
+        return
+    assert link.heap is not None
+    with link.heap.work(end - start) as own:
+        await _Reduction(link, reducer, source, parts, own, (root,), None).run()
 
 
 async def shared_reduce_scatter(link: Link, reducer: Reducer, source: memoryview, own: memoryview) -> None:
     """Each rank reduces its shard from all ranks' memory. `own` does not overlap `source`."""
     parts = even_parts(len(source), reducer.itemsize, link.size)
-    await _Reduction(link, reducer, source, parts, own, False).run()
+    await _Reduction(link, reducer, source, parts, own, (), None).run()
 
 
 class _Reduction:
@@ -58,8 +74,9 @@ class _Reduction:
 
     Args:
         parts: for each rank the run of `source` that it owns.
-        target: all of the result, or this rank's part of it.
-        whole: whether `target` is all of it.
+        own: receives this rank's reduced part.
+        receivers: the ranks that want all parts.
+        collected: where this rank is one of them, memory as long as `source`; `own` lies in it.
     """
 
     def __init__(
@@ -68,29 +85,29 @@ class _Reduction:
         reducer: Reducer,
         source: memoryview,
         parts: Sequence[tuple[int, int]],
-        target: memoryview,
-        whole: bool,
+        own: memoryview,
+        receivers: Collection[int],
+        collected: memoryview | None,
     ) -> None:
         self.link = link
         self.reducer = reducer
         self.source = source
-        self.target = target
         self.parts = parts
-        self.whole = whole
+        self.own = own
+        self.collected = collected
         self.peers = peers(link.rank, link.size)
+        self.receivers = [peer for peer in self.peers if peer in receivers]
         longest = max(end - start for start, end in parts)
         block = min(_BLOCK, max(_SLOT_BYTES // (3 * link.size), _LEAST_BLOCK), longest)
         self.block = max(block // reducer.itemsize, 1) * reducer.itemsize
         self.steps = -(-longest // self.block)
         start, end = parts[link.rank]
         self.mine = source[start:end]
-        self.own = target[start:end] if whole else target
         self.turned = perf_counter()
 
     async def run(self) -> None:
         link = self.link
-        assert link.heap is not None
-        with link.heap.lending(self.source) as place_in, link.heap.lending(self.own) as place_out:
+        with lent(link, (self.source, self.own)) as (place_in, place_out):
             self.inputs = {
                 peer: Feed(
                     link,
@@ -102,22 +119,13 @@ class _Reduction:
                 for peer in self.peers
                 for start, end in (self.parts[peer],)
             }
-            self.results = Feed(link, self.own, self.peers if self.whole else (), self.block, place_out)
-            feeds = [*self.inputs.values(), self.results]
-            board, offers = open_board(link, feeds)
-            try:
+            self.results = Feed(link, self.own, self.receivers, self.block, place_out)
+            with boarded(link, [*self.inputs.values(), self.results]) as offers:
                 await self._run(offers)
-            except BaseException:
-                # A peer that has not heard yet may still move its counters on this board.
-                link.heap.discard(board)
-                raise
-            finally:
-                for feed in feeds:
-                    feed.release()
 
     async def _run(self, offers: dict[int, list[Offer]]) -> None:
         link = self.link
-        per_peer = 2 if self.whole else 1
+        per_peer = 1 if self.collected is None else 2
         theirs = await trade(link, offers, dict.fromkeys(self.peers, per_peer))
         taps: list[Tap] = []
         try:
@@ -126,7 +134,7 @@ class _Reduction:
                 self.raws[peer] = Tap(link, peer, theirs[peer][0], len(self.mine), self.block)
                 taps.append(self.raws[peer])  # type: ignore[arg-type]
             self.sums: list[Tap] = []
-            if self.whole:
+            if self.collected is not None:
                 for peer in self.peers:
                     start, end = self.parts[peer]
                     self.sums.append(Tap(link, peer, theirs[peer][1], end - start, self.block))
@@ -197,6 +205,8 @@ class _Reduction:
 
     async def _collect(self, step: int) -> None:
         """Copy block `step` of the other parts from their owners."""
+        if self.collected is None:
+            return
         for tap in self.sums:
             if step >= tap.blocks:
                 continue
@@ -204,6 +214,6 @@ class _Reduction:
                 await tap.wait(step + 1)
             piece = tap.block(step)
             at = self.parts[tap.peer][0] + step * self.block
-            self.target[at : at + len(piece)] = piece
+            self.collected[at : at + len(piece)] = piece
             tap.take(step + 1)
             await self._turn()

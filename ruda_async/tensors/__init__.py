@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from .adapter import Target, TensorAdapter, TensorSpec, adapter_for, register_adapter
 from .arithmetic import OPERATORS, Reducer, check_operator, order, reducer
+from .blank import Blank, blank
 from .dtypes import DType, dtype_of
 from .numpy_adapter import NumpyAdapter
 
 __all__ = [
     "OPERATORS",
+    "Blank",
     "DType",
     "Reducer",
     "Target",
     "TensorAdapter",
     "TensorSpec",
     "adapter_for",
+    "blank",
     "check_operator",
     "dtype_of",
     "order",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,11 +22,13 @@ __all__ = ["POOLED", "Pool", "allocating", "take"]
 Block = npt.NDArray[Any]
 
 #: Results from this many bytes on come from the pool.
-POOLED = 1024 * 1024
+POOLED = 256 * 1024
 #: The pool keeps at most this many bytes, used or free.
 _LIMIT = 512 * 1024 * 1024
 #: References to a block that nobody uses: the pool's list, the loop's variable, `getrefcount`'s argument.
 _IDLE = 3
+#: So many blocks of a size are looked at for a free one, so that holding many results costs no time.
+_LOOKS = 32
 
 
 def _ordinary(nbytes: int) -> Block:
@@ -55,7 +58,8 @@ class Pool:
         self._make = make
         self._drop = drop
         self._lock = threading.Lock()
-        self._blocks: list[Block] = []
+        #: By size; each list is turned as it is looked through.
+        self._blocks: dict[int, deque[Block]] = {}
         self._kept = 0
 
     def take(self, nbytes: int) -> Block | None:
@@ -64,15 +68,18 @@ class Pool:
         step = 1 << max(nbytes.bit_length() - 4, 12)
         size = -(-nbytes // step) * step
         with self._lock:
-            for block in self._blocks:
-                if block.nbytes == size and sys.getrefcount(block) == _IDLE:
+            blocks = self._blocks.setdefault(size, deque())
+            for _ in range(min(len(blocks), _LOOKS)):
+                block = blocks[0]
+                if sys.getrefcount(block) == _IDLE:
                     return block[:nbytes]
+                blocks.rotate(-1)
             if self._kept + size > self._limit:
                 self._drop_idle()
                 if self._kept + size > self._limit:
                     return None
             fresh = self._make(size)
-            self._blocks.append(fresh)
+            self._blocks[size].appendleft(fresh)
             self._kept += size
             return fresh[:nbytes]
 
@@ -80,23 +87,24 @@ class Pool:
         """Let go of a block, or of that which `block` is a view of, though it may be in use."""
         base = block.base if isinstance(block.base, np.ndarray) else block
         with self._lock:
-            for index, mine in enumerate(self._blocks):
+            blocks = self._blocks.get(base.nbytes, deque())
+            for index, mine in enumerate(blocks):
                 if mine is base:
-                    del self._blocks[index]
+                    del blocks[index]
                     self._kept -= mine.nbytes
                     self._drop(mine)
                     return
 
     def _drop_idle(self) -> None:
         """Give the memory of free blocks back."""
-        blocks, self._blocks = self._blocks, []
-        while blocks:
-            block = blocks.pop()
-            if sys.getrefcount(block) == _IDLE - 1:
-                self._kept -= block.nbytes
-                self._drop(block)
-            else:
-                self._blocks.append(block)
+        for blocks in self._blocks.values():
+            for _ in range(len(blocks)):
+                block = blocks.popleft()
+                if sys.getrefcount(block) == _IDLE - 1:
+                    self._kept -= block.nbytes
+                    self._drop(block)
+                else:
+                    blocks.append(block)
 
 
 #: The one for results in ordinary memory.

@@ -81,6 +81,12 @@ class FakeLink:
         queue._queue.appendleft(payload)
         return Envelope(b"", len(payload))
 
+    #: There is no memory that all see; `test_shared` runs those algorithms over transports that have it.
+    heap = None
+
+    def allocate(self, adapter: Any, like: Any, shape: tuple[int, ...], dtype: str) -> Any:
+        return adapter.allocate(like, shape, dtype)
+
     async def turn(self) -> None:
         await asyncio.sleep(0)
 

@@ -135,6 +135,12 @@ class StrictLink:
     async def probe(self, peer: int, lane: int = 0) -> Envelope:
         raise NotImplementedError("reductions know what they receive")
 
+    #: There is no memory that all see; `test_shared` runs those algorithms over transports that have it.
+    heap = None
+
+    def allocate(self, adapter: Any, like: Any, shape: tuple[int, ...], dtype: str) -> Any:
+        return adapter.allocate(like, shape, dtype)
+
     async def turn(self) -> None:
         self.group.turns += 1
         await asyncio.sleep(0)

@@ -255,6 +255,9 @@ class _Instant:
     capabilities = Capabilities()
     settings: Any = Settings()
 
+    def allocate(self, adapter: Any, like: Any, shape: tuple[int, ...], dtype: str) -> Any:
+        return adapter.allocate(like, shape, dtype)
+
     def __init__(self, theirs: bytes) -> None:
         self.theirs = theirs
 
