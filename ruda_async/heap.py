@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import weakref
 from bisect import bisect_right
@@ -23,6 +24,8 @@ T = TypeVar("T")
 
 #: Shared memory that one rank keeps for results and work areas, used or free, in bytes.
 _LIMIT = 1024 * 1024 * 1024
+#: Seconds that the memory of a failed call stays, for peers that are still in it.
+_GRACE = 2.0
 #: Bytes of the widest element.
 _WIDEST = 8
 
@@ -62,8 +65,14 @@ class Heap:
         return block
 
     def discard(self, block: npt.NDArray[Any]) -> None:
-        """A block that peers may still write to: never hand it out again."""
-        self._pool.discard(block)
+        """The call that used this work area failed, and peers may still write to it: not to be used again."""
+        mine = self._pool.discard(block)
+        if mine is not None:
+            self._destroy_later(self._unlist(_address(mine)))
+
+    def _destroy_later(self, number: int) -> None:
+        # A peer that has not heard of the failure yet should find the memory, not miss it.
+        asyncio.get_running_loop().call_later(_GRACE, self.regions.destroy, number)
 
     def allocate(self, adapter: TensorAdapter[T], like: T, shape: tuple[int, ...], dtype: str) -> Target[T]:
         """`TensorAdapter.allocate`, shared where the tensor is large."""
@@ -109,8 +118,10 @@ class Heap:
             return
         try:
             yield Place(number, 0)
-        finally:
-            self.regions.destroy(number)
+        except BaseException:
+            self._destroy_later(number)
+            raise
+        self.regions.destroy(number)
 
     def _create(self, nbytes: int) -> npt.NDArray[Any]:
         number, view = self.regions.create(nbytes)
@@ -125,10 +136,12 @@ class Heap:
         self._forget(_address(block))
 
     def _forget(self, base: int) -> None:
+        self.regions.destroy(self._unlist(base))
+
+    def _unlist(self, base: int) -> int:
         with self._lock:
             self._starts.remove(base)
-            _, number = self._blocks.pop(base)
-        self.regions.destroy(number)
+            return self._blocks.pop(base)[1]
 
 
 def _address(block: npt.NDArray[Any]) -> int:

@@ -83,8 +83,11 @@ class Pool:
             self._kept += size
             return fresh[:nbytes]
 
-    def discard(self, block: Block) -> None:
-        """Let go of a block, or of that which `block` is a view of, though it may be in use."""
+    def discard(self, block: Block) -> Block | None:
+        """Never hand out again the block that `block` is a view of, which may be in use.
+
+        Its maker is not told: it is returned instead; None where it is not one of this pool's.
+        """
         base = block.base if isinstance(block.base, np.ndarray) else block
         with self._lock:
             blocks = self._blocks.get(base.nbytes, deque())
@@ -92,8 +95,8 @@ class Pool:
                 if mine is base:
                     del blocks[index]
                     self._kept -= mine.nbytes
-                    self._drop(mine)
-                    return
+                    return mine
+        return None
 
     def _drop_idle(self) -> None:
         """Give the memory of free blocks back."""

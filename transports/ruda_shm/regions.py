@@ -72,8 +72,11 @@ class _Peer:
                 else:
                     still.append((ready, future))
             self.waits = still
-            if not still or self.stream.ask_for_signal(still[0][0]):
+            if not still or not self.stream.ask_for_signal(self._some_ready):
                 return
+
+    def _some_ready(self) -> bool:
+        return any(ready() for ready, _ in self.waits)
 
 
 class SharedRegions:
