@@ -207,28 +207,72 @@ def test_waiting_costs_nothing_and_says_nothing(scheme: str) -> None:
         end_ranks(ranks)
 
 
+def shared_files(pid: int | str) -> set[str]:
+    """The inodes of this library's memory files that a process maps."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:  # gone, or not ours to see
+        return set()
+    return {line.split()[4] for line in maps if "memfd:ruda-async" in line}
+
+
 def test_nothing_stays_behind_after_kill() -> None:
-    """By construction: the memory has no name. Watched all the same."""
+    """By construction: the memory has no name, so it goes with the last process that maps it."""
     before = set(os.listdir("/dev/shm"))
-    memory = Path("/proc/meminfo")
-
-    def shared_kib() -> int:
-        line = next(line for line in memory.read_text().splitlines() if line.startswith("Shmem:"))
-        return int(line.split()[1])
-
-    resting = shared_kib()
     ranks = start_ranks(WAITING, fresh_url("shm"), 4)
     try:
         for rank in ranks:
             assert rank.stdout is not None
             assert rank.stdout.readline() == "ready\n"
         assert set(os.listdir("/dev/shm")) <= before
-        assert shared_kib() - resting > 6 * 1024  # six pairs of rings are really there
+        files = set().union(*(shared_files(rank.pid) for rank in ranks))
+        assert len(files) >= 6  # six pairs of rings
         for rank in ranks:
             rank.send_signal(signal.SIGKILL)
         for rank in ranks:
             rank.wait(10)
         assert set(os.listdir("/dev/shm")) <= before
-        assert shared_kib() - resting < 2 * 1024
+        everybody = [name for name in os.listdir("/proc") if name.isdigit()]
+        assert not any(files & shared_files(pid) for pid in everybody)
+    finally:
+        end_ranks(ranks)
+
+
+BUSY = """
+import asyncio, sys
+import numpy as np
+import ruda_async
+
+async def main():
+    url, rank, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    async with ruda_async.connect(url, rank=rank, world_size=world, timeout=30) as comm:
+        large = comm.empty(2_000_000, np.float32) if rank else np.empty(2_000_000, np.float32)
+        try:
+            for turn in range(100_000):
+                large[:] = rank
+                result = await comm.all_reduce_sum(large)
+                assert (result == 6).all()
+                if turn == 3:
+                    print("busy", flush=True)
+        except ruda_async.PeerLostError as error:
+            print("lost", error.rank, flush=True)
+        rest = await comm.shrink()
+        large[:] = 1
+        print(float((await rest.all_reduce_sum(large))[-1]), flush=True)
+
+asyncio.run(main())
+"""
+
+
+def test_a_rank_is_killed_while_others_read_its_memory() -> None:
+    ranks = start_ranks(BUSY, fresh_url("shm"), 4)
+    try:
+        for rank in ranks:
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == "busy\n"
+        ranks[2].kill()
+        for rank in (ranks[0], ranks[1], ranks[3]):
+            out, _ = rank.communicate(timeout=20)
+            assert out == "lost 2\n3.0\n"
     finally:
         end_ranks(ranks)

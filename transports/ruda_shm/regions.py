@@ -8,6 +8,7 @@ and the kernel frees one with the last process that maps it. Pages come with the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import mmap
 import os
 import socket
@@ -110,7 +111,8 @@ class SharedRegions:
             note = _NOTE.pack(number, nbytes)
             for peer in self._peers.values():
                 self._tell_gone(peer)
-                socket.send_fds(peer.sock, [note], [descriptor])
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died and needs none
+                    socket.send_fds(peer.sock, [note], [descriptor])
         finally:
             os.close(descriptor)
         self._own[number] = view
