@@ -77,6 +77,8 @@ _WORDING = (
     (r"not c\.exact", '`order="any"`'),
     (r"_power_of_two\(c\)", "ranks are a power of two"),
     (r"_always", "otherwise"),
+    (r"c\.shared", "memory is shared"),
+    (r"_SHARED", f"{selector._SHARED >> 10} KiB"),
     (r"c\.nbytes", "bytes"),
     (r"c\.wide", "bytes"),
     (r"c\.size", "ranks"),

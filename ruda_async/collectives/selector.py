@@ -69,23 +69,15 @@ def _power_of_two(case: _Case) -> bool:
 
 
 #: From this size on, telling where tensors lie costs less than sending them.
-_SHARED = 128 * 1024
-
-_ADDED = _Row(
-    "shared",
-    lambda c: c.shared and c.nbytes >= _SHARED,
-    "all ranks see the same memory: each adds its part from where the inputs lie",
-)
-_COPIED = _Row(
-    "shared",
-    lambda c: c.shared and c.nbytes >= _SHARED,
-    "all ranks see the same memory: each copies what it needs from where it lies",
-)
-_ROWS = _Row("shared", lambda c: c.shared, "all ranks see the same memory: long blocks are copied from there")
+_SHARED = 320 * 1024
 
 _TABLES: dict[str, tuple[_Row, ...]] = {
     "all_reduce": (
-        _ADDED,
+        _Row(
+            "shared",
+            lambda c: c.shared and c.nbytes >= _SHARED,
+            "all ranks see the same memory: each adds its part from where the inputs lie",
+        ),
         _Row(
             "direct",
             lambda c: c.size <= 2 and c.nbytes <= 16 * c.pipe,
@@ -118,7 +110,11 @@ _TABLES: dict[str, tuple[_Row, ...]] = {
         ),
     ),
     "reduce_scatter": (
-        _ADDED,
+        _Row(
+            "shared",
+            lambda c: c.shared and c.nbytes >= _SHARED,
+            "all ranks see the same memory: each adds its part from where the inputs lie",
+        ),
         _Row(
             "recursive_halving",
             lambda c: c.size > 4 and _power_of_two(c) and c.wide <= 4 * c.pipe,
@@ -132,7 +128,11 @@ _TABLES: dict[str, tuple[_Row, ...]] = {
         _Row("pairwise", _always, "each rank receives its shard from all, pipelined, in one round"),
     ),
     "reduce": (
-        _ADDED,
+        _Row(
+            "shared",
+            lambda c: c.shared and c.nbytes >= _SHARED,
+            "all ranks see the same memory: each adds its part from where the inputs lie",
+        ),
         _Row(
             "direct",
             lambda c: c.size <= 4 and c.nbytes <= c.pipe,
@@ -148,7 +148,11 @@ _TABLES: dict[str, tuple[_Row, ...]] = {
         ),
     ),
     "all_gather": (
-        _COPIED,
+        _Row(
+            "shared",
+            lambda c: c.shared and c.nbytes >= _SHARED,
+            "all ranks see the same memory: each copies what it needs from where it lies",
+        ),
         _Row(
             "direct",
             lambda c: c.size <= 4 or (c.size <= 8 and c.nbytes <= c.pipe),
@@ -162,12 +166,18 @@ _TABLES: dict[str, tuple[_Row, ...]] = {
         _Row("ring", _always, "many bytes: a ring keeps every link busy with one peer"),
     ),
     "all_gather_v": (
-        _ROWS,
+        _Row(
+            "shared", lambda c: c.shared, "all ranks see the same memory: long blocks are copied from there"
+        ),
         _Row("direct", lambda c: c.size <= 8, "few ranks: every shard goes straight to everyone"),
         _Row("ring", _always, "many ranks: a ring keeps every link busy with one peer"),
     ),
     "broadcast": (
-        _COPIED,
+        _Row(
+            "shared",
+            lambda c: c.shared and c.nbytes >= _SHARED,
+            "all ranks see the same memory: each copies what it needs from where it lies",
+        ),
         _Row(
             "binomial",
             lambda c: c.size <= 2 or c.nbytes <= 8 * c.pipe,
@@ -188,7 +198,11 @@ _TABLES: dict[str, tuple[_Row, ...]] = {
         _Row("binomial", _always, "many ranks: a binomial tree spares the root most messages"),
     ),
     "all_to_all": (
-        _COPIED,
+        _Row(
+            "shared",
+            lambda c: c.shared and c.nbytes >= _SHARED,
+            "all ranks see the same memory: each copies what it needs from where it lies",
+        ),
         _Row(
             "bruck",
             lambda c: c.size >= 8 and c.nbytes <= 256 * c.size,
@@ -197,7 +211,9 @@ _TABLES: dict[str, tuple[_Row, ...]] = {
         _Row("pairwise", _always, "every block goes straight to its rank"),
     ),
     "all_to_all_v": (
-        _ROWS,
+        _Row(
+            "shared", lambda c: c.shared, "all ranks see the same memory: long blocks are copied from there"
+        ),
         _Row("pairwise", _always, "every block goes straight to its rank"),
     ),
     "barrier": (_Row("dissemination", _always, "log2(ranks) rounds of empty messages"),),
