@@ -14,6 +14,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from . import notices
+from .collectives.native import Native, Natives
 from .collectives.request import Request
 from .errors import (
     CollectiveTimeoutError,
@@ -28,6 +29,7 @@ from .transport.base import Buffer, Capabilities, Envelope, Ready, UnexpectedMes
 if TYPE_CHECKING:
     from .collectives.operation import Settings
     from .node import Node
+    from .transport.provider import NativeCall, Provider
 
 __all__ = ["Channel", "Operation"]
 
@@ -50,6 +52,7 @@ class Operation:
         "_greeted",
         "_heard",
         "_members",
+        "_native",
         "_tag",
         "_transport",
         "capabilities",
@@ -59,6 +62,7 @@ class Operation:
         "head",
         "name",
         "present",
+        "providers",
         "rank",
         "reported",
         "sequence",
@@ -86,6 +90,8 @@ class Operation:
         self.present: set[int] = {channel.rank}
         self._transport = node.transport
         self._members = channel.members
+        self._native: Native | None = None
+        self.providers: tuple[Provider, ...] = channel.natives.providers
         self._tag = tag_of(channel.id, sequence)
         self._greeted: set[int] = set()
         self._heard: set[int] = set()
@@ -138,6 +144,11 @@ class Operation:
             raise UnexpectedMessage(member, tag, envelope, expected, envelope.nbytes)
         return envelope
 
+    def native(self, call: NativeCall, exact: bool = True) -> Native | None:
+        """The turn of this call where a provider runs it; see `collectives.operation.Link`."""
+        self._native = native = self.channel.natives.take(self, call, exact)
+        return native
+
     async def turn(self) -> None:
         """Let the event loop run other work."""
         await asyncio.sleep(0)
@@ -146,11 +157,21 @@ class Operation:
 
     # ------------------------------------------------------------------ ending early
 
-    def fail(self, error: RudaError) -> None:
-        """End this call with `error`: what waits on the transport fails now, later steps at once."""
+    def fail(self, error: RudaError, *, here: bool = True) -> None:
+        """End this call with `error`: what waits on the transport fails now, later steps at once.
+
+        `here`: this rank found the reason, and not a peer.
+        """
         if self.error is None:
             self.error = error
             self.withdraw(error)
+            if self._native is not None:
+                self._native.fail(error, here)
+
+    def end(self) -> None:
+        """The call is over here, well or not."""
+        if self._native is not None:
+            self._native.end()
 
     def withdraw(self, error: BaseException) -> None:
         """Take back all that this call has posted, and drop what came for it."""
@@ -180,6 +201,7 @@ class Channel:
         self.rank = members.index(node.transport.rank)
         self.size = len(members)
         self.next = sequence
+        self.natives = Natives(node.providers, id, self.rank, members, sequence)
         self.active: dict[int, Operation] = {}
         #: Failures that peers announced for calls this rank has not reached: sequence → error.
         self.announced: dict[int, notices.Failure] = {}
@@ -208,6 +230,7 @@ class Channel:
         except BaseException as error:
             self._give_up(operation, error)
         finally:
+            operation.end()
             del self.active[operation.sequence % SEQUENCES]
             if self.announced:
                 self.announced.pop(operation.sequence % SEQUENCES, None)
@@ -282,7 +305,7 @@ class Channel:
         operation = self.active.get(sequence)
         if operation is not None:
             if operation.error is None:
-                operation.fail(self._from_peer(operation, failure))
+                operation.fail(self._from_peer(operation, failure), here=False)
         elif not is_past(sequence, self.next) and len(self.announced) < 4096:
             self.announced[sequence] = failure
 
@@ -354,4 +377,5 @@ class Channel:
             self.node.announce(
                 self, operation.sequence, notices.Failure("cancelled", self.rank, "its channel was closed")
             )
+        self.natives.close()
         self.node.forget(self)

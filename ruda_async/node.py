@@ -23,6 +23,7 @@ from .transport.base import DONE, Capabilities, Transport
 
 if TYPE_CHECKING:
     from .config import Config
+    from .transport.provider import Provider
 
 __all__ = ["Node"]
 
@@ -55,6 +56,8 @@ class Node:
         self.transport = transport
         self.config = config
         self.capabilities: Capabilities = transport.capabilities
+        #: Who runs whole collectives natively; most transports have none.
+        self.providers: tuple[Provider, ...] = tuple(getattr(transport, "providers", ()))
         self.loop = asyncio.get_running_loop()
         self.channels: dict[int, Channel] = {}
         #: Peers that died, and why; job ranks.

@@ -233,6 +233,7 @@ class AllToAll(Generic[T]):
     async def run(self, link: Link) -> T:
         """Move the blocks; the result."""
         adapter, plan, value = self._adapter, self._plan, self._value
+        native = plan.native(link)
         cut_at, join_at = self._split, self._concat
         if cut_at == join_at:
             source = adapter.read(adapter.movedim(value, cut_at, 0) if cut_at else value)
@@ -241,8 +242,11 @@ class AllToAll(Generic[T]):
         target = self._target or adapter.allocate(value, plan.result.shape, plan.result.dtype)
         if self._out is not None:
             source = await separate(link, source, target.buffer)
-        bytewise = bruck if plan.algorithm(link) == "bruck" and len(source) else pairwise
-        await bytewise(link, source, target.buffer)
+        if native is not None:
+            await native.run(link, source, target.buffer, owned=self._out is None)
+        else:
+            bytewise = bruck if plan.algorithm(link) == "bruck" and len(source) else pairwise
+            await bytewise(link, source, target.buffer)
         result: T = target.finish()
         if self._out is not None:
             return self._out

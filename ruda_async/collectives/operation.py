@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from ..transport.base import Buffer, Capabilities, Envelope
+    from ..transport.provider import NativeCall, Provider
+    from .native import Native
 
 __all__ = ["Link", "Settings"]
 
@@ -43,6 +45,17 @@ class Link(Protocol):
     size: int
     capabilities: Capabilities
     settings: Settings
+    #: Who runs whole collectives here; see `transport.provider`.
+    providers: tuple[Provider, ...]
+
+    def native(self, call: NativeCall, exact: bool = True) -> Native | None:
+        """The turn of this operation where a provider runs it; to be asked for before anything is awaited.
+
+        Args:
+            call: what all ranks agree on.
+            exact: reductions have to be in the documented order.
+        """
+        ...
 
     def send(self, peer: int, *buffers: Buffer, lane: int = 0) -> Awaitable[None]:
         """Start one message to `peer`; finished when the buffers may be changed again."""

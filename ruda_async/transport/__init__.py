@@ -44,6 +44,7 @@ from .matching import (
 )
 from .mesh import MAX_STRANGERS, Endpoint, Mesh
 from .parameters import extract_parameters, merge_parameters, param
+from .provider import NativeCall, NativeGroup, NativeReducer, Provider
 from .registry import WrapperPlugin
 
 __all__ = [
@@ -69,9 +70,13 @@ __all__ = [
     "Meeting",
     "Mesh",
     "Message",
+    "NativeCall",
+    "NativeGroup",
+    "NativeReducer",
     "PeerLostError",
     "Plugin",
     "ProtocolError",
+    "Provider",
     "Ready",
     "Receive",
     "RudaError",

@@ -139,6 +139,9 @@ class Transport(Protocol):
     world_size: int
     capabilities: Capabilities
 
+    # A transport that runs whole collectives natively also has the attribute `providers`, a tuple of
+    # `ruda_async.transport.provider.Provider`. It is optional, and so no member of this protocol.
+
     #: Asked about the tag of a message that nobody waits for: True drops it, since its operation is
     #: over here (it failed, or was cancelled). Set by the communicator; by default nothing is stale.
     is_stale: Callable[[int], bool]
@@ -200,6 +203,9 @@ class Plugin(Protocol):
         example: a URL that works on one host for the self-test and the docs, without rank and
             world size.
         preference: among transports that can serve, the highest is taken where no scheme is named.
+
+    A plugin whose transports have providers also has the attribute ``provider_names``, a tuple of the names
+    that ``algorithm=`` then takes.
     """
 
     scheme: str

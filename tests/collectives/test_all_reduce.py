@@ -254,6 +254,7 @@ class _Instant:
     rank, size = 0, 2
     capabilities = Capabilities()
     settings: Any = Settings()
+    providers: Any = ()
 
     def __init__(self, theirs: bytes) -> None:
         self.theirs = theirs
