@@ -199,13 +199,18 @@ class Plugin(Protocol):
         scheme: the URL scheme.
         summary: one line for `ruda-async doctor` and the docs.
         parameters: a frozen dataclass of the URL parameters; see `ruda_async.transport.parameters`.
-        rank_per: ``"task"`` when ranks may be tasks or threads of one process, else ``"process"``.
+        rank_per: ``"task"`` when ranks may be tasks or threads of one process, ``"process"`` when each is a
+            process, ``"engine"`` when another engine (such as mpiexec) has to start and number them.
         example: a URL that works on one host for the self-test and the docs, without rank and
             world size.
         preference: among transports that can serve, the highest is taken where no scheme is named.
 
     A plugin whose transports have providers also has the attribute ``provider_names``, a tuple of the names
     that ``algorithm=`` then takes.
+
+    A plugin whose ranks another engine may have placed also has the method ``placed()``. It returns this
+    process's rank and the number of ranks, which then need not be given; or None, where no engine has.
+    Ranks that were placed also need no address to meet at.
     """
 
     scheme: str

@@ -150,7 +150,7 @@ def default_plugin(rank_per: str = "process", network: bool | None = None) -> Pl
     """The transport to take where none is named: of those usable here, the most preferred.
 
     Args:
-        rank_per: ``"process"`` or ``"task"``, as `Plugin.rank_per`.
+        rank_per: ``"process"`` or ``"task"``, as `Plugin.rank_per`; what an engine places is no default.
         network: True for one that links hosts (see `is_network`), False for one that does not, None for any.
 
     Raises:
