@@ -20,6 +20,7 @@ from ruda_async import (
     RudaError,
     TensorContractError,
 )
+from ruda_async.collectives.native import Native
 from ruda_async.transport.registry import register_plugin, unregister_plugin
 
 
@@ -311,5 +312,35 @@ async def test_a_channel_opened_again_is_another_epoch(exact: TablePlugin) -> No
             await channel.close()
         epochs = [group.epoch for group, _ in exact.providers[comm.rank].ran]
         assert epochs == [0, 1, 2]
+
+    await run_ranks(2, body, url=exact.example)
+
+
+async def test_a_failure_that_comes_right_after_the_agreement_ends_the_call(
+    exact: TablePlugin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer's notice is there before the agreed call goes on: nothing may be begun any more."""
+
+    async def agree(self: Native, link: Any, lane: int = 15) -> None:
+        await original(self, link, lane)
+        if link.rank == 1 and link.sequence == 0:
+            link.fail(RudaError("told at the last moment"), here=False)
+
+    original = Native._agree
+    monkeypatch.setattr(Native, "_agree", agree)
+
+    async def body(comm: AsyncCommunicator) -> None:
+        if comm.rank == 1:
+            with pytest.raises(RudaError, match="at the last moment"):
+                await comm.all_reduce(np.ones(1))
+            assert not exact.providers[1].ran
+        else:
+            call = asyncio.ensure_future(comm.all_reduce(np.ones(1)))
+            while not exact.providers[0].running:
+                await asyncio.sleep(0)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+        assert float((await comm.all_reduce(np.ones(1)))[0]) == 2
 
     await run_ranks(2, body, url=exact.example)

@@ -33,6 +33,7 @@ class Entered(Protocol):
     """What a native call has to know of the operation that it is."""
 
     head: bytes
+    error: BaseException | None
     sequence: int
     deadline: float
     settings: Settings
@@ -155,6 +156,9 @@ class Native:
                 self._epoch = natives.epoch
             else:
                 await self._agree(link)
+        if self._operation.error is not None:
+            # It came when the agreement was there already, and this coroutine had not gone on yet.
+            raise self._operation.error
         self._group = group = natives.group(self._operation, self._epoch, in_place, owned)
         await provider.run(group, self.call, source, out, reducer)
 
