@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import errno
 import threading
 from collections.abc import Callable, Iterable
@@ -10,7 +11,7 @@ from typing import Any
 
 from ruda_async.transport import TransportUnavailableError
 
-__all__ = ["as_os_error", "keep", "keep_requests", "purge", "unavailable", "world"]
+__all__ = ["alive", "as_os_error", "keep", "keep_requests", "purge", "unavailable", "world"]
 
 _INSTALL = "pip install 'ruda-async[mpi]' and an MPI library (pip install mpich has one)"
 
@@ -55,6 +56,9 @@ def as_os_error(error: Exception) -> OSError:
 #: Whether MPI has let go of something; may raise MPI's errors.
 Test = Callable[[], bool]
 
+#: Streams whose memory MPI has, until they are closed and drained.
+alive: set[Any] = set()
+
 _lock = threading.Lock()
 _kept: list[Test] = []
 
@@ -98,6 +102,9 @@ def _over(test: Test) -> bool:
 
 
 @atexit.register
-def _last_look() -> None:
-    if _kept:
+def _outlive_python() -> None:
+    """MPI is finalized after the interpreter, and may write to memory that is still lent to it until then."""
+    if _kept or alive:
         purge()
+        for lent in (_kept, alive):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(lent))

@@ -38,7 +38,8 @@ async def greet(job: Job, terms: Terms, chunk: int) -> tuple[dict[int, Terms], i
         CollectiveTimeoutError: some ranks did not come in time; they are in ``.missing``.
     """
     world = MPI.COMM_WORLD
-    tag = world.Get_attr(MPI.TAG_UB) - int.from_bytes(hashlib.sha256(job.name.encode()).digest()[:2], "big")
+    highest: int = world.Get_attr(MPI.TAG_UB)  # type: ignore[assignment]
+    tag = highest - int.from_bytes(hashlib.sha256(job.name.encode()).digest()[:2], "big")
     number = secrets.randbits(64) | 1
     mine = msgpack.packb(["hello", job.name, job.world_size, chunk, *_pack(terms), number])
     others = [rank for rank in range(job.world_size) if rank != job.rank]

@@ -196,7 +196,7 @@ def _start(
         case "all_gather":
             request = communicator.Iallgather(ours, theirs)
         case "all_gather_v":
-            request = communicator.Iallgatherv(ours, [out, call.receive_lengths, MPI.BYTE])
+            request = communicator.Iallgatherv(ours, [out, (call.receive_lengths, None), MPI.BYTE])
         case "gather":
             request = communicator.Igather(ours, theirs if at_root else None, root)
         case "scatter":
@@ -207,7 +207,7 @@ def _start(
             request = communicator.Ialltoall(ours, theirs)
         case "all_to_all_v":
             request = communicator.Ialltoallv(
-                [source, call.send_lengths, MPI.BYTE], [out, call.receive_lengths, MPI.BYTE]
+                [source, (call.send_lengths, None), MPI.BYTE], [out, (call.receive_lengths, None), MPI.BYTE]
             )
         case _:
             raise RudaError(f"the MPI provider has no {call.operation}; report this")

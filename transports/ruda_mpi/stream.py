@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from ruda_async.transport import Buffer, blocking
 
-from .engine import as_os_error, keep_requests
+from .engine import alive, as_os_error, keep_requests
 from .pump import Pump
 
 __all__ = ["MpiStream"]
@@ -60,6 +60,7 @@ class MpiStream:
         for _ in range(_DEPTH):
             self._post(memoryview(bytearray(chunk)))
         pump.add(self)
+        alive.add(self)
 
     # ------------------------------------------------------------------ writing
 
@@ -220,6 +221,7 @@ class MpiStream:
             request.Cancel()
         keep_requests(self._receives)
         self._receives.clear()
+        alive.discard(self)
         return True
 
     def describe(self) -> str:
