@@ -45,7 +45,8 @@ from .matching import (
 from .mesh import MAX_STRANGERS, Endpoint, Mesh
 from .parameters import extract_parameters, merge_parameters, param
 from .provider import NativeCall, NativeGroup, NativeReducer, Provider
-from .registry import WrapperPlugin
+from .registry import WrapperPlugin, get_plugin
+from .threads import in_thread
 
 __all__ = [
     "DONE",
@@ -92,6 +93,8 @@ __all__ = [
     "extract_parameters",
     "fail_future",
     "gather_bytes",
+    "get_plugin",
+    "in_thread",
     "merge_parameters",
     "never_stale",
     "no_peer",

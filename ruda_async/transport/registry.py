@@ -156,24 +156,28 @@ def default_plugin(rank_per: str = "process", network: bool | None = None) -> Pl
     Raises:
         TransportUnavailableError: none is usable; the text says why each is not.
     """
-    usable: list[Plugin] = []
+    fitting: list[PluginInfo] = []
     reasons: list[str] = []
     for scheme, info in plugins().items():
-        reason = why_unavailable(info)
-        if reason is not None:
-            reasons.append(f"{scheme}: {reason}")
+        try:
+            plugin = cast("Plugin", info.load())
+        except TransportUnavailableError as error:
+            reasons.append(f"{scheme}: {error}")
             continue
-        plugin = cast("Plugin", info.load())
         if _wraps(plugin) or plugin.rank_per != rank_per or network not in (None, is_network(plugin)):
             continue
-        usable.append(plugin)
-    if not usable:
-        kind = {True: " over a network", False: " on one host", None: ""}[network]
-        raise TransportUnavailableError(
-            f"no transport is usable for ranks in a {rank_per} each{kind} "
-            f"({'; '.join(reasons) or 'none is installed'}); install one, or name one in a URL"
-        )
-    return max(usable, key=lambda plugin: plugin.preference)
+        fitting.append(info)
+    # To ask may import a large library, so the less preferred are asked only where they are needed.
+    for info in sorted(fitting, key=lambda info: -cast("Plugin", info.load()).preference):
+        reason = why_unavailable(info)
+        if reason is None:
+            return cast("Plugin", info.load())
+        reasons.append(f"{info.scheme}: {reason}")
+    kind = {True: " over a network", False: " on one host", None: ""}[network]
+    raise TransportUnavailableError(
+        f"no transport is usable for ranks in a {rank_per} each{kind} "
+        f"({'; '.join(reasons) or 'none is installed'}); install one, or name one in a URL"
+    )
 
 
 def why_unavailable(info: PluginInfo) -> str | None:

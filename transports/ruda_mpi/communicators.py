@@ -8,11 +8,10 @@ from typing import Any
 
 from mpi4py import MPI
 
-from ruda_async.transport import NativeGroup, RudaError
+from ruda_async.transport import NativeGroup, RudaError, in_thread
 
 from .engine import keep, keep_requests, purge
 from .pump import Pump
-from .threads import in_thread
 
 __all__ = ["Communicators"]
 

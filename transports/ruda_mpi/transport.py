@@ -7,14 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
-from ruda_async.transport import Capabilities, CollectiveTimeoutError, ConfigError, FramedTransport, Job
+from ruda_async.transport import (
+    Capabilities,
+    CollectiveTimeoutError,
+    ConfigError,
+    FramedTransport,
+    Job,
+    in_thread,
+)
 
 from .engine import keep, purge, world
 from .hello import greet
 from .provider import MpiProvider
 from .pump import Pump
 from .stream import MpiStream
-from .threads import in_thread
 
 if TYPE_CHECKING:
     from . import MpiParameters

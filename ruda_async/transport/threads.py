@@ -1,4 +1,4 @@
-"""Calls of MPI that block, on threads that do not keep the process from ending."""
+"""Calls of foreign libraries that block, on threads that do not keep the process from ending."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ R = TypeVar("R")
 
 
 async def in_thread(function: Callable[[], R]) -> R:
-    """Call what may block for as long as the other ranks take. The thread ends with the process."""
+    """Call what may block for as long as other ranks take, on a thread of its own.
+
+    The call goes on when the awaiting task is cancelled; the thread ends with the process, if not before.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[R] = loop.create_future()
 
@@ -36,5 +39,5 @@ async def in_thread(function: Callable[[], R]) -> R:
         except RuntimeError:
             pass  # that loop is closed
 
-    threading.Thread(target=run, name="ruda mpi set-up", daemon=True).start()
+    threading.Thread(target=run, name="ruda set-up", daemon=True).start()
     return await future
