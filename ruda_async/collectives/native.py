@@ -33,10 +33,14 @@ class Entered(Protocol):
     """What a native call has to know of the operation that it is."""
 
     head: bytes
-    error: BaseException | None
     sequence: int
     deadline: float
     settings: Settings
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the operation has to end, once something decided that."""
+        ...
 
 
 class Natives:

@@ -157,22 +157,20 @@ def default_plugin(rank_per: str = "process", network: bool | None = None) -> Pl
         TransportUnavailableError: none is usable; the text says why each is not.
     """
     fitting: list[PluginInfo] = []
-    reasons: list[str] = []
-    for scheme, info in plugins().items():
+    for info in plugins().values():
         try:
             plugin = cast("Plugin", info.load())
-        except TransportUnavailableError as error:
-            reasons.append(f"{scheme}: {error}")
+        except TransportUnavailableError:
             continue
         if _wraps(plugin) or plugin.rank_per != rank_per or network not in (None, is_network(plugin)):
             continue
         fitting.append(info)
     # To ask may import a large library, so the less preferred are asked only where they are needed.
     for info in sorted(fitting, key=lambda info: -cast("Plugin", info.load()).preference):
-        reason = why_unavailable(info)
-        if reason is None:
+        if why_unavailable(info) is None:
             return cast("Plugin", info.load())
-        reasons.append(f"{info.scheme}: {reason}")
+    every = ((scheme, why_unavailable(info)) for scheme, info in plugins().items())
+    reasons = [f"{scheme}: {reason}" for scheme, reason in every if reason is not None]
     kind = {True: " over a network", False: " on one host", None: ""}[network]
     raise TransportUnavailableError(
         f"no transport is usable for ranks in a {rank_per} each{kind} "

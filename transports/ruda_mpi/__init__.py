@@ -58,7 +58,7 @@ class MpiPlugin:
     provider_names = ("mpi",)
 
     def unavailable(self) -> str | None:
-        """None where mpi4py finds an MPI library that several threads may use."""
+        """None where mpi4py is installed; what else may be wrong with MPI shows when it is loaded."""
         from .engine import unavailable
 
         return unavailable()

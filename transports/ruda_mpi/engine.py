@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import ctypes
 import errno
+import importlib.util
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,7 +19,14 @@ _INSTALL = "pip install 'ruda-async[mpi]' and an MPI library (pip install mpich 
 
 
 def unavailable() -> str | None:
-    """One line that says what is missing, or None."""
+    """One line that says what is missing, or None. MPI is not loaded for that: loading it starts it."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return f"mpi4py is not installed; {_INSTALL}"
+    return _trouble() if "mpi4py.MPI" in sys.modules else None
+
+
+def _trouble() -> str | None:
+    """What keeps MPI from being used, found by loading it; or None."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError, OSError) as error:
@@ -40,7 +49,7 @@ def world() -> Any:
     Raises:
         TransportUnavailableError: MPI cannot be used here.
     """
-    reason = unavailable()
+    reason = unavailable() or _trouble()
     if reason is not None:
         raise TransportUnavailableError(f"mpi: {reason}")
     from mpi4py import MPI

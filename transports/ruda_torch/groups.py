@@ -20,6 +20,8 @@ from ruda_async.transport import NativeGroup, in_thread
 
 __all__ = ["Groups", "in_background", "missing", "seconds_left"]
 
+#: Where torch keeps its stores.
+_c10d: Any = dist.distributed_c10d
 #: Seconds that a rank waits for the others to join a group; they have agreed to, so this is for the worst.
 _LONGEST = 60.0
 _SHORTEST = 0.1
@@ -67,7 +69,7 @@ class Groups:
 
     async def _start(self, group: NativeGroup) -> Any:
         ranks = "-".join(map(str, group.members))
-        store = dist.PrefixStore(f"{group.channel}/{group.epoch}/{ranks}", self._store)
+        store = _c10d.PrefixStore(f"{group.channel}/{group.epoch}/{ranks}", self._store)
         wait = min(seconds_left(group), timedelta(seconds=_LONGEST))
         return await in_thread(lambda: self._make(store, group.rank, group.size, wait))
 

@@ -31,6 +31,8 @@ from .provider import GlooProvider
 
 __all__ = ["TorchTransport", "open_transport"]
 
+#: Where torch keeps its stores.
+_c10d: Any = dist.distributed_c10d
 #: The tag of the message that says where the store is; sent and received before anybody else sends.
 _TAG = (1 << 64) - 1
 
@@ -54,7 +56,7 @@ async def open_transport(job: Job, backend: str, links: Plugin, *, placed: bool)
     store: Any = None
     linked = replace(job, parameters=extract_parameters(links.parameters, job.parameters))
     if placed:
-        store = dist.PrefixStore(f"ruda/{job.name}", dist.distributed_c10d._get_default_store())
+        store = _c10d.PrefixStore(f"ruda/{job.name}", _c10d._get_default_store())
         linked = replace(linked, host=job.host or os.environ.get("MASTER_ADDR"), rendezvous=_meet_in(store))
     transport = await links.connect(linked)
     try:
@@ -62,7 +64,7 @@ async def open_transport(job: Job, backend: str, links: Plugin, *, placed: bool)
     except BaseException:
         transport.abort("the store of its process groups was not made")
         raise
-    provider = GlooProvider(dist.PrefixStore(session, store), least)
+    provider = GlooProvider(_c10d.PrefixStore(session, store), least)
     return TorchTransport(transport, backend, provider)
 
 
@@ -129,7 +131,7 @@ async def _store(transport: Transport, job: Job, store: Any) -> tuple[str, Any]:
         host = job.host or "127.0.0.1"
         wait = timedelta(seconds=job.remaining())
         store = await in_thread(
-            lambda: dist.TCPStore(host, port, is_master=False, timeout=wait, wait_for_workers=False)
+            lambda: _c10d.TCPStore(host, port, is_master=False, timeout=wait, wait_for_workers=False)
         )
     await transport.send(0, _TAG, (), b"found")
     return session, store
@@ -140,7 +142,7 @@ def _serve(host: str, seconds: float) -> Any:
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     listener = socket.create_server(address[:2], family=family)
     port = listener.getsockname()[1]
-    return dist.TCPStore(
+    return _c10d.TCPStore(
         host,
         port,
         is_master=True,
