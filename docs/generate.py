@@ -27,7 +27,7 @@ from ruda_async.transport.registry import get_plugin
 
 DOCS = Path(__file__).parent
 #: Plugins that other distributions add do not belong into this documentation.
-OURS = ("memory", "shm", "tcp", "mpi", "torch+gloo")
+OURS = ("memory", "shm", "tcp", "mpi", "torch+gloo", "torch+nccl")
 #: Those that need nothing but this library, whose choice of algorithms is shown.
 UNIFORM = ("memory", "shm", "tcp")
 

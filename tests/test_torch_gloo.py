@@ -15,12 +15,14 @@ import pytest
 from native_checks import all_operations, same
 from support import free_port, outcome, run_ranks
 
+import ruda_async
 from ruda_async import (
     AsyncCommunicator,
     CollectiveCancelledError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
     TensorContractError,
+    TransportUnavailableError,
 )
 from ruda_async.transport.conformance import SCENARIOS, run_scenario
 
@@ -36,8 +38,25 @@ def url() -> str:
     return f"torch+gloo://127.0.0.1:{free_port()}/gloo"
 
 
+@pytest.fixture(params=["gloo", "staged"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Gloo; and what NCCL's provider does around it, with Gloo and the CPU in place of NCCL and a GPU."""
+    if request.param == "staged":
+        from ruda_torch import nccl, transport
+        from ruda_torch.gloo import GlooProvider
+
+        class Staged(nccl.StagedProvider):
+            name = "gloo"
+            virtue = "many bytes"
+            device = torch.device("cpu")
+            make = GlooProvider.make
+
+        monkeypatch.setattr(transport, "_provider", lambda backend: Staged)
+    return str(request.param)
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
-async def test_collectives_by_name(url: str, world_size: int) -> None:
+async def test_collectives_by_name(engine: str, url: str, world_size: int) -> None:
     async def body(comm: AsyncCommunicator) -> None:
         for dtype in ("float32", "float64", "int64", "int8", "int16"):
             await all_operations(comm, dtype, 3000 if dtype == "float32" else 7)
@@ -70,7 +89,7 @@ async def test_large_ones_without_being_asked(url: str) -> None:
     assert ": gloo" not in exact
 
 
-async def test_channels_at_once_and_failures(url: str) -> None:
+async def test_channels_at_once_and_failures(engine: str, url: str) -> None:
     async def body(comm: AsyncCommunicator) -> None:
         rank, size = comm.rank, comm.world_size
 
@@ -109,6 +128,12 @@ async def test_channels_at_once_and_failures(url: str) -> None:
             await works(comm, 4 + turn)
 
     await run_ranks(3, body, url=url, algorithm="gloo", order="any", limit=100, timeout=60)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+async def test_nccl_without_a_gpu_says_so() -> None:
+    with pytest.raises(TransportUnavailableError, match=r"torch\+nccl: .*(GPU|without nccl)"):
+        await ruda_async.connect("torch+nccl://127.0.0.1:1/x", rank=0, world_size=1)
 
 
 @pytest.mark.parametrize("name", ["identity", "sizes", "goodbye", "aborted_peer", "stale_messages"])

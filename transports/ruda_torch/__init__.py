@@ -1,7 +1,7 @@
-"""``torch+gloo://``: links of this library's own, and torch.distributed's collectives for large tensors.
+"""``torch+gloo://`` and ``torch+nccl://``: this library's own links, torch's collectives for large tensors.
 
-Control messages, small calls and all that Gloo has no operation for go over the links of ``tcp://``; large
-collectives run in process groups of torch. Where the program has called
+Control messages, small calls and all that torch has no operation for go over the links of ``tcp://``; large
+collectives run in process groups of torch.distributed. Where the program has called
 ``torch.distributed.init_process_group`` already, rank, world size and meeting place come from there.
 """
 
@@ -11,11 +11,12 @@ import importlib.util
 import sys
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from ruda_async.transport import Job, Transport, get_plugin, merge_parameters, param
 
-__all__ = ["GLOO", "TorchParameters", "TorchPlugin"]
+__all__ = ["GLOO", "NCCL", "TorchParameters", "TorchPlugin"]
 
 #: The transport whose links carry everything but native collectives.
 _LINKS = "tcp"
@@ -37,7 +38,7 @@ class TorchPlugin:
     """The plugin object that an entry point names.
 
     Args:
-        backend: ``"gloo"``.
+        backend: ``"gloo"`` or ``"nccl"``.
         preference: as `ruda_async.transport.Plugin` has it.
     """
 
@@ -63,6 +64,8 @@ class TorchPlugin:
         """None where torch is installed, with torch.distributed and this backend."""
         if importlib.util.find_spec("torch") is None:
             return "torch is not installed; pip install 'ruda-async[torch]'"
+        if self.backend == "nccl" and not Path("/dev/nvidiactl").exists():
+            return "there is no NVIDIA GPU (or no driver for it) here; use torch+gloo, or tcp"
         if "torch" in sys.modules:
             from .groups import missing
 
@@ -84,3 +87,4 @@ class TorchPlugin:
 
 
 GLOO = TorchPlugin("gloo", -20)
+NCCL = TorchPlugin("nccl", -30)

@@ -14,14 +14,15 @@ from datetime import timedelta
 from time import monotonic
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ruda_async.transport import NativeGroup, in_thread
 
 __all__ = ["Groups", "in_background", "missing", "seconds_left"]
 
-#: Where torch keeps its stores.
-_c10d: Any = dist.distributed_c10d
+#: Its stores are no part of what it declares for type checkers.
+_dist: Any = dist
 #: Seconds that a rank waits for the others to join a group; they have agreed to, so this is for the worst.
 _LONGEST = 60.0
 _SHORTEST = 0.1
@@ -31,6 +32,8 @@ def missing(backend: str) -> str | None:
     """What torch lacks for `backend`, or None."""
     if not dist.is_available() or not getattr(dist, f"is_{backend}_available")():
         return f"this torch is built without {backend}; install one that has it (pip install torch)"
+    if backend == "nccl" and not torch.cuda.is_available():
+        return "torch finds no GPU that it can use; use torch+gloo, or tcp"
     return None
 
 
@@ -69,7 +72,7 @@ class Groups:
 
     async def _start(self, group: NativeGroup) -> Any:
         ranks = "-".join(map(str, group.members))
-        store = _c10d.PrefixStore(f"{group.channel}/{group.epoch}/{ranks}", self._store)
+        store = _dist.PrefixStore(f"{group.channel}/{group.epoch}/{ranks}", self._store)
         wait = min(seconds_left(group), timedelta(seconds=_LONGEST))
         return await in_thread(lambda: self._make(store, group.rank, group.size, wait))
 

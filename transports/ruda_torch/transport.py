@@ -27,12 +27,12 @@ from ruda_async.transport import (
 )
 
 from .groups import missing
-from .provider import GlooProvider
+from .provider import TorchProvider
 
 __all__ = ["TorchTransport", "open_transport"]
 
-#: Where torch keeps its stores.
-_c10d: Any = dist.distributed_c10d
+#: Its stores are no part of what it declares for type checkers.
+_dist: Any = dist
 #: The tag of the message that says where the store is; sent and received before anybody else sends.
 _TAG = (1 << 64) - 1
 
@@ -56,7 +56,7 @@ async def open_transport(job: Job, backend: str, links: Plugin, *, placed: bool)
     store: Any = None
     linked = replace(job, parameters=extract_parameters(links.parameters, job.parameters))
     if placed:
-        store = _c10d.PrefixStore(f"ruda/{job.name}", _c10d._get_default_store())
+        store = _dist.PrefixStore(f"ruda/{job.name}", _dist.distributed_c10d._get_default_store())
         linked = replace(linked, host=job.host or os.environ.get("MASTER_ADDR"), rendezvous=_meet_in(store))
     transport = await links.connect(linked)
     try:
@@ -64,8 +64,18 @@ async def open_transport(job: Job, backend: str, links: Plugin, *, placed: bool)
     except BaseException:
         transport.abort("the store of its process groups was not made")
         raise
-    provider = GlooProvider(_c10d.PrefixStore(session, store), least)
+    provider = _provider(backend)(_dist.PrefixStore(session, store), least)
     return TorchTransport(transport, backend, provider)
+
+
+def _provider(backend: str) -> type[TorchProvider]:
+    if backend == "nccl":
+        from .nccl import NcclProvider
+
+        return NcclProvider
+    from .gloo import GlooProvider
+
+    return GlooProvider
 
 
 # ---------------------------------------------------------------------- meeting
@@ -131,7 +141,7 @@ async def _store(transport: Transport, job: Job, store: Any) -> tuple[str, Any]:
         host = job.host or "127.0.0.1"
         wait = timedelta(seconds=job.remaining())
         store = await in_thread(
-            lambda: _c10d.TCPStore(host, port, is_master=False, timeout=wait, wait_for_workers=False)
+            lambda: _dist.TCPStore(host, port, is_master=False, timeout=wait, wait_for_workers=False)
         )
     await transport.send(0, _TAG, (), b"found")
     return session, store
@@ -142,7 +152,7 @@ def _serve(host: str, seconds: float) -> Any:
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     listener = socket.create_server(address[:2], family=family)
     port = listener.getsockname()[1]
-    return _c10d.TCPStore(
+    return _dist.TCPStore(
         host,
         port,
         is_master=True,
@@ -158,7 +168,7 @@ def _serve(host: str, seconds: float) -> Any:
 class TorchTransport:
     """The links' transport with a provider. See `ruda_async.transport.Transport`."""
 
-    def __init__(self, inner: Transport, backend: str, provider: GlooProvider) -> None:
+    def __init__(self, inner: Transport, backend: str, provider: TorchProvider) -> None:
         self._inner = inner
         self._backend = backend
         self._provider = provider
