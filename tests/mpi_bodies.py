@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -17,6 +18,7 @@ from ruda_async import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
     ConfigError,
+    PeerLostError,
     TensorContractError,
 )
 
@@ -194,6 +196,43 @@ async def waiting_is_cheap() -> None:
         await comm.barrier()
         if comm.rank:
             assert looks < 20_000, looks  # a rank that never slept would look some 100 000 times
+
+
+@body
+async def a_rank_dies() -> None:
+    """Rank 2 is gone without a word; the others hear of it and go on without it, natively too."""
+    comm = await connect(heartbeat=1, algorithm="mpi", order="any")
+    same(await comm.all_reduce(np.ones(1000)), np.full(1000, 4.0))
+    if comm.rank == 2:
+        os._exit(0)
+    error = await outcome(comm.all_reduce(np.ones(1000)))
+    assert isinstance(error, PeerLostError), error
+    assert error.rank == 2
+    small = await comm.shrink()
+    assert small.world_size == 3
+    same(await small.all_reduce(np.arange(1000.0)), np.arange(1000.0) * 3)
+    await small.barrier()
+    await comm.close()
+    os._exit(0)  # MPI_Finalize would wait for the dead rank
+
+
+@body
+async def blocking_calls() -> None:
+    """The synchronous facade: blocking and started calls, from several threads."""
+
+    def rank_main() -> None:
+        with ruda_async.sync.connect(URL, timeout=60, order="any", native_bytes=1000) as comm:
+            rank = comm.rank
+            for n in (1, 100_000):
+                same(comm.all_reduce(np.full(n, rank)), np.full(n, 6))
+            channels = [comm.channel(f"thread {i}") for i in range(3)]
+            works = [channel.start.all_gather(np.full(500, rank)) for channel in channels]
+            for work in works:
+                same(work.wait(60), np.repeat(np.arange(4), 500))
+            comm.send(np.arange(rank + 1), (rank + 1) % 4)
+            same(comm.recv((rank - 1) % 4), np.arange((rank - 1) % 4 + 1))
+
+    await asyncio.to_thread(rank_main)
 
 
 if __name__ == "__main__":
