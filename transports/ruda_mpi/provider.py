@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, NamedTuple
 
+import numpy as np
 from mpi4py import MPI
 
 from ruda_async.transport import (
@@ -119,7 +120,7 @@ class MpiProvider:
         stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stops[group.channel, group.sequence] = stop
         # MPI may write to it after the call was given up, so it must not be the caller's.
-        work = result if group.owned else memoryview(bytearray(len(result)))
+        work = result if group.owned else np.empty(len(result), np.uint8).data
         try:
             making = self._communicators.get(group)
             await asyncio.wait((making, stop), return_when=asyncio.FIRST_COMPLETED)

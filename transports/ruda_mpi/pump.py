@@ -77,10 +77,16 @@ class Pump:
             self._later.cancel()
             self._later = None
         moved = False
-        for stream in list(self._streams):
-            moved = stream.poll() or moved
-        if self._waiting:
-            moved = self._test() or moved
+        try:
+            for stream in list(self._streams):
+                moved = stream.poll() or moved
+            if self._waiting:
+                moved = self._test() or moved
+        finally:  # whatever went wrong with one stream, the others are to be looked after
+            self._again(moved)
+
+    def _again(self, moved: bool) -> None:
+        """See when to look next."""
         if self._stopped or not (self._streams or self._waiting):
             return
         now = monotonic()

@@ -6,6 +6,7 @@ import asyncio
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 
 from ruda_async.transport import (
@@ -137,11 +138,15 @@ async def _prepared(group: NativeGroup, call: NativeCall, source: memoryview, ou
     torch reduces and broadcasts in place, so the input is there already then.
     """
     if call.operation in ("all_reduce", "reduce", "broadcast"):
-        work = out if group.owned and len(out) == call.nbytes else memoryview(bytearray(call.nbytes))
+        work = out if group.owned and len(out) == call.nbytes else _room(call.nbytes)
         if len(source):
             await _copy(work, source)
         return work
-    return out if group.owned else memoryview(bytearray(len(out)))
+    return out if group.owned else _room(len(out))
+
+
+def _room(nbytes: int) -> memoryview:
+    return np.empty(nbytes, np.uint8).data
 
 
 async def _copy(out: memoryview, source: memoryview) -> None:
