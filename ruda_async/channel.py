@@ -14,6 +14,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from . import notices
+from .collectives.native import Native, Natives
 from .collectives.request import Request
 from .errors import (
     CollectiveTimeoutError,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from .heap import Heap
     from .node import Node
     from .tensors import Target, TensorAdapter
+    from .transport.provider import NativeCall, Provider
 
 __all__ = ["Channel", "Operation"]
 
@@ -54,6 +56,7 @@ class Operation:
         "_greeted",
         "_heard",
         "_members",
+        "_native",
         "_tag",
         "_transport",
         "_watches",
@@ -65,6 +68,7 @@ class Operation:
         "heap",
         "name",
         "present",
+        "providers",
         "rank",
         "reported",
         "sequence",
@@ -93,6 +97,8 @@ class Operation:
         self.heap: Heap | None = node.heap
         self._transport = node.transport
         self._members = channel.members
+        self._native: Native | None = None
+        self.providers: tuple[Provider, ...] = channel.natives.providers
         self._tag = tag_of(channel.id, sequence)
         self._greeted: set[int] = set()
         self._heard: set[int] = set()
@@ -147,6 +153,11 @@ class Operation:
             raise UnexpectedMessage(member, tag, envelope, expected, envelope.nbytes)
         return envelope
 
+    def native(self, call: NativeCall, exact: bool = True) -> Native | None:
+        """The turn of this call where a provider runs it; see `collectives.operation.Link`."""
+        self._native = native = self.channel.natives.take(self, call, exact)
+        return native
+
     async def turn(self) -> None:
         """Let the event loop run other work."""
         await asyncio.sleep(0)
@@ -191,11 +202,21 @@ class Operation:
 
     # ------------------------------------------------------------------ ending early
 
-    def fail(self, error: RudaError) -> None:
-        """End this call with `error`: what waits on the transport fails now, later steps at once."""
+    def fail(self, error: RudaError, *, here: bool = True) -> None:
+        """End this call with `error`: what waits on the transport fails now, later steps at once.
+
+        `here`: this rank found the reason, and not a peer.
+        """
         if self.error is None:
             self.error = error
             self.withdraw(error)
+            if self._native is not None:
+                self._native.fail(error, here)
+
+    def end(self) -> None:
+        """The call is over here, well or not."""
+        if self._native is not None:
+            self._native.end()
 
     def withdraw(self, error: BaseException) -> None:
         """Take back all that this call has posted, and drop what came for it."""
@@ -228,6 +249,7 @@ class Channel:
         self.rank = members.index(node.transport.rank)
         self.size = len(members)
         self.next = sequence
+        self.natives = Natives(node.providers, id, self.rank, members, sequence)
         self.active: dict[int, Operation] = {}
         #: Failures that peers announced for calls this rank has not reached: sequence → error.
         self.announced: dict[int, notices.Failure] = {}
@@ -256,6 +278,7 @@ class Channel:
         except BaseException as error:
             self._give_up(operation, error)
         finally:
+            operation.end()
             del self.active[operation.sequence % SEQUENCES]
             if self.announced:
                 self.announced.pop(operation.sequence % SEQUENCES, None)
@@ -330,7 +353,7 @@ class Channel:
         operation = self.active.get(sequence)
         if operation is not None:
             if operation.error is None:
-                operation.fail(self._from_peer(operation, failure))
+                operation.fail(self._from_peer(operation, failure), here=False)
         elif not is_past(sequence, self.next) and len(self.announced) < 4096:
             self.announced[sequence] = failure
 
@@ -402,4 +425,5 @@ class Channel:
             self.node.announce(
                 self, operation.sequence, notices.Failure("cancelled", self.rank, "its channel was closed")
             )
+        self.natives.close()
         self.node.forget(self)

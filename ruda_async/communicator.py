@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from .channel import Channel
 from .collectives.operation import Settings
 from .collectives.request import Request
-from .collectives.selector import choose, known_algorithms
+from .collectives.selector import choose, choose_provider, known_algorithms
 from .collectives.split import Split
 from .config import Config, resolve
 from .errors import CommunicatorClosedError, ConfigError
@@ -24,6 +24,7 @@ from .tags import channel_id
 from .tensors import blank
 from .transport.base import Transport
 from .transport.job import Job
+from .transport.provider import NativeCall
 
 __all__ = ["AsyncCommunicator", "connect", "open_transport"]
 
@@ -100,17 +101,24 @@ class AsyncCommunicator(AsyncOperations):
 
     def explain(self, operation: str, nbytes: int) -> str:
         """Which algorithm a call of `operation` with `nbytes` bytes per rank would run, and why."""
+        exact = self._settings.order == "exact"
+        natives = self._channel.natives
         choice = choose(
             operation,
             nbytes,
             self.world_size,
             self._node.capabilities,
             self._settings,
-            exact=self._settings.order == "exact",
+            exact=exact,
+            providers=natives.providers,
         )
-        return (
-            f"{operation} of {nbytes} bytes over {self.world_size} ranks: {choice.algorithm}, {choice.reason}"
-        )
+        # A float32 sum stands for all dtypes and operators.
+        operator = "sum" if operation in ("all_reduce", "reduce", "reduce_scatter") else None
+        root = 0 if operation in ("reduce", "broadcast", "gather", "scatter") else None
+        call = NativeCall(operation, self.world_size, "float32", nbytes, operator, root)
+        provider, why = choose_provider(natives.providers, call, natives.members, self._settings, exact)
+        algorithm, reason = choice if provider is None else (provider.name, "")
+        return f"{operation} of {nbytes} bytes over {self.world_size} ranks: {algorithm}, {reason}{why}"
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Any:
         """A tensor of unknown content that collectives of this communicator read and write fastest.
@@ -343,8 +351,9 @@ async def open_transport(config: Config) -> Transport:
 
 async def _connect(config: Config) -> AsyncCommunicator:
     algorithm = config.settings.algorithm
-    if algorithm is not None and algorithm not in known_algorithms():
-        raise ConfigError(f"algorithm={algorithm!r} is not known; there are {', '.join(known_algorithms())}")
+    known = (*getattr(config.plugin, "provider_names", ()), *known_algorithms())
+    if algorithm is not None and algorithm not in known:
+        raise ConfigError(f"algorithm={algorithm!r} is not known; there are {', '.join(known)}")
     node = Node(await open_transport(config), config)
     node.start()
     members = tuple(range(config.world_size))

@@ -139,6 +139,7 @@ def resolve(
         "order": order,
     }
     place = _place(url, environ)
+    placed = _placed(place.plugin)
     own = {f.name for f in fields(place.plugin.parameters)}
     raw: dict[str, Any] = {}
     labels: dict[str, str] = {}
@@ -150,6 +151,8 @@ def resolve(
         if environ.get(variable):
             raw[key] = environ[variable]
             labels[key] = variable
+    if placed is not None:
+        raw |= {"rank": placed[0], "world_size": placed[1]}
     if place.job is not None:
         raw |= {"rank": place.job.rank, "world_size": place.job.world_size}
     for source in (place.query, {**given, **parameters}):
@@ -171,7 +174,7 @@ def resolve(
     assert shared.rank is not None
     assert shared.world_size is not None
     listen_fd = _listen_fd(environ) if place.inherited and shared.rank == 0 else None
-    if place.port in (None, 0) and not place.ports and listen_fd is None:
+    if place.port in (None, 0) and not place.ports and listen_fd is None and placed is None:
         _check_port(place, shared.world_size)
     return Config(
         scheme=place.scheme,
@@ -277,6 +280,13 @@ def _locate(parts: UrlParts) -> _Place:
             )
         host, name = parts.host, "/".join(p for p in (parts.host, parts.path) if p) or _DEFAULT_NAME
     return _Place(parts.scheme, plugin, host, parts.port, (), name, parts.query)
+
+
+def _placed(plugin: Plugin) -> tuple[int, int] | None:
+    """Rank and world size, where the plugin's own engine has placed this process."""
+    ask = getattr(plugin, "placed", None)
+    found: tuple[int, int] | None = None if ask is None else ask()
+    return found
 
 
 def _split(url: object) -> UrlParts:

@@ -26,6 +26,7 @@ from .transport.regions import Regions
 
 if TYPE_CHECKING:
     from .config import Config
+    from .transport.provider import Provider
 
 __all__ = ["Node"]
 
@@ -61,6 +62,8 @@ class Node:
         #: Memory that all ranks see, where the transport has such.
         self.heap = None if regions is None else Heap(regions)
         self.capabilities: Capabilities = replace(transport.capabilities, shared_memory=self.heap is not None)
+        #: Who runs whole collectives natively; most transports have none.
+        self.providers: tuple[Provider, ...] = tuple(getattr(transport, "providers", ()))
         self.loop = asyncio.get_running_loop()
         self.channels: dict[int, Channel] = {}
         #: Peers that died, and why; job ranks.

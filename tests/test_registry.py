@@ -334,3 +334,13 @@ def test_any_text_is_a_value_or_a_config_error(text: str, name: str) -> None:
     except ConfigError as error:
         message = str(error)
     assert name in message
+
+
+def test_the_default_is_found_without_starting_mpi_or_importing_torch() -> None:
+    code = (
+        "import sys; from ruda_async.transport.registry import default_plugin; "
+        "default_plugin(); default_plugin(network=True); "
+        "print([m for m in ('torch', 'mpi4py') if m in sys.modules])"
+    )
+    done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -113,6 +113,8 @@ def _examine(info: PluginInfo, test: bool) -> dict[str, Any]:
         return {**found, "status": "wrapper", "detail": f"goes around another transport: {info.scheme}+…://"}
     if not test:
         return {**found, "status": "usable"}
+    if plugin.rank_per == "engine":
+        return {**found, "status": "usable", "detail": f"{plugin.summary}; not tested without them"}
     try:
         return {**found, "status": "works", "latency": _self_test(plugin)}
     except RudaError as error:

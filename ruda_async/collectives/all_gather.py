@@ -266,6 +266,7 @@ class AllGather(Generic[T]):
     async def run(self, link: Link) -> T:
         """Move the shards; the result."""
         adapter, plan, value, dim = self._adapter, self._plan, self._value, self._dim
+        native = plan.native(link)
         source = adapter.read(adapter.movedim(value, dim, 0) if dim else value)
         target = self._target or link.allocate(adapter, value, plan.result.shape, plan.result.dtype)
         out, nbytes = target.buffer, plan.nbytes
@@ -273,8 +274,11 @@ class AllGather(Generic[T]):
         mine: memoryview | None = source
         if self._out is not None:
             mine = None if same_memory(source, own) else await separate(link, source, out)
-        algorithm = plan.algorithm(link)
-        if algorithm == "direct":
+        if native is not None:
+            await native.run(
+                link, own if mine is None else mine, out, in_place=mine is None, owned=self._out is None
+            )
+        elif (algorithm := plan.algorithm(link)) == "direct":
             await direct(link, out, nbytes, mine)
         elif algorithm == "shared":
             await shared_all_gather(link, out, nbytes, mine)

@@ -136,11 +136,16 @@ class AllGatherV(Generic[T]):
     async def run(self, link: Link) -> VariableTensorExchange[T]:
         """Move the rows; the result."""
         adapter, plan = self._adapter, self._plan
+        native = plan.native(link)
         mine = adapter.read(self._value)
         if self._target is not None:
             mine = await separate(link, mine, self._target.buffer)
         rows: Rows[T] = Rows(
             link, self.operation, adapter, self._value, plan.result, plan.unit, self._out, self._target
         )
-        await gather_blocks(link, mine, plan.unit, plan.algorithm(link), rows.place)
+        if native is not None:
+            lengths = await native.exchange_lengths(link, [len(mine)] * link.size, plan.unit)
+            await native.run(link, mine, rows.place(lengths), owned=self._out is None)
+        else:
+            await gather_blocks(link, mine, plan.unit, plan.algorithm(link), rows.place)
         return rows.finish()

@@ -68,6 +68,7 @@ class AllReduce(Generic[T]):
     async def run(self, link: Link) -> T:
         """Combine over ranks; see `Request.run`."""
         plan, target = self._plan, self._target
+        native = plan.native(link)
         source = self._adapter.read(self._value)
         if target is None:
             target = link.allocate(self._adapter, self._value, plan.result.shape, plan.result.dtype)
@@ -80,6 +81,15 @@ class AllReduce(Generic[T]):
             await copy_all(link, out, source)
         elif not plan.nbytes:
             await dissemination(link)
+        elif native is not None:
+            await native.run(
+                link,
+                source,
+                out,
+                plan.reducer,
+                in_place=self._out is not None and same_memory(source, out),
+                owned=self._out is None,
+            )
         else:
             algorithm = plan.algorithm(link)
             if algorithm == "ring" and plan.exact:

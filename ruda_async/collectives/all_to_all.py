@@ -241,6 +241,7 @@ class AllToAll(Generic[T]):
     async def run(self, link: Link) -> T:
         """Move the blocks; the result."""
         adapter, plan, value = self._adapter, self._plan, self._value
+        native = plan.native(link)
         cut_at, join_at = self._split, self._concat
         if cut_at == join_at:
             source = adapter.read(adapter.movedim(value, cut_at, 0) if cut_at else value)
@@ -249,8 +250,11 @@ class AllToAll(Generic[T]):
         target = self._target or link.allocate(adapter, value, plan.result.shape, plan.result.dtype)
         if self._out is not None:
             source = await separate(link, source, target.buffer)
-        algorithm = plan.algorithm(link) if len(source) else "pairwise"
-        await _ALGORITHMS[algorithm](link, source, target.buffer)
+        if native is not None:
+            await native.run(link, source, target.buffer, owned=self._out is None)
+        else:
+            algorithm = plan.algorithm(link) if len(source) else "pairwise"
+            await _ALGORITHMS[algorithm](link, source, target.buffer)
         result: T = target.finish()
         if self._out is not None:
             return self._out

@@ -317,6 +317,7 @@ class AllToAllV(Generic[T]):
     async def run(self, link: Link) -> VariableTensorExchange[T]:
         """Move the rows; the result."""
         adapter, plan = self._adapter, self._plan
+        native = plan.native(link)
         unit = plan.unit
         source = adapter.read(self._value)
         if self._target is not None:
@@ -324,7 +325,10 @@ class AllToAllV(Generic[T]):
         outgoing = split(source, [count * unit for count in self._counts])
         rows = Rows(link, self.operation, adapter, self._value, plan.result, unit, self._out, self._target)
         limit = message_limit(link)
-        if limit == UNLIMITED and plan.algorithm(link) == "shared":
+        if native is not None:
+            lengths = await native.exchange_lengths(link, [len(block) for block in outgoing], unit)
+            await native.run(link, source, rows.place(lengths), owned=self._out is None)
+        elif limit == UNLIMITED and plan.algorithm(link) == "shared":
             await shared_uneven(link, outgoing, unit, rows.place)
         elif limit == UNLIMITED:
             await uneven(link, outgoing, unit, rows.place)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..transport.provider import NativeCall
 from .messages import EMPTY
 from .movement import agreed
 
@@ -46,4 +47,8 @@ class Barrier:
 
     async def run(self, link: Link) -> None:
         """Wait for all ranks."""
-        await dissemination(link, lane=0)
+        native = link.native(NativeCall("barrier", link.size)) if link.providers else None
+        if native is not None:
+            await native.run(link, EMPTY, EMPTY)
+        else:
+            await dissemination(link, lane=0)

@@ -234,7 +234,7 @@ def _plan(
     dtype, shape = spec
     check_kind(name, kind, dtype)
     head = agreed("broadcast", dtype, shape, algorithm, max_bytes, (("root", root),))
-    return Plan("broadcast", nbytes_of(dtype, shape), spec, head)
+    return Plan("broadcast", nbytes_of(dtype, shape), spec, head, root=root)
 
 
 class Broadcast(Generic[T]):
@@ -284,6 +284,7 @@ class Broadcast(Generic[T]):
     async def run(self, link: Link) -> T:
         """Move the tensor; the copy."""
         adapter, plan, root = self._adapter, self._plan, self._root
+        native = plan.native(link)
         target = self._target or link.allocate(adapter, self._value, plan.result.shape, plan.result.dtype)
         out = target.buffer
         source = None
@@ -291,6 +292,11 @@ class Broadcast(Generic[T]):
             source = adapter.read(self._value)
             if self._out is not None:
                 source = None if same_memory(source, out) else await separate(link, source, out)
-        await _ALGORITHMS[plan.algorithm(link)](link, root, out, source)
+        if native is not None:
+            in_place = link.rank == root and source is None
+            given = out if in_place else source or EMPTY
+            await native.run(link, given, out, in_place=in_place, owned=self._out is None)
+        else:
+            await _ALGORITHMS[plan.algorithm(link)](link, root, out, source)
         result: T = target.finish()
         return result if self._out is None else self._out

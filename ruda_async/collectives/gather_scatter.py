@@ -16,6 +16,7 @@ import numpy as np
 
 from ..errors import ProtocolError, TensorContractError
 from ..tensors import TensorSpec, adapter_for, dtype_of
+from ..transport.provider import NativeCall
 from .barrier import dissemination
 from .broadcast import broadcast_bytes
 from .messages import (
@@ -222,7 +223,7 @@ def _gather_plan(
     check_leading_axis("gather", shape)
     head = agreed("gather", dtype, shape, algorithm, max_bytes, (("root", root),))
     result = TensorSpec(dtype, (size * shape[0], *shape[1:]))
-    return Plan("gather", nbytes_of(dtype, shape), result, head)
+    return Plan("gather", nbytes_of(dtype, shape), result, head, root=root)
 
 
 class Gather(Generic[T]):
@@ -266,16 +267,25 @@ class Gather(Generic[T]):
     async def run(self, link: Link) -> T | None:
         """Move the shards; the result on the root."""
         adapter, plan, root = self._adapter, self._plan, self._root
+        native = plan.native(link)
         algorithm = binomial_gather if plan.algorithm(link) == "binomial" else direct_gather
         mine = adapter.read(self._value)
         if link.rank != root:
-            await algorithm(link, root, mine, EMPTY)
+            if native is not None:
+                await native.run(link, mine, EMPTY)
+            else:
+                await algorithm(link, root, mine, EMPTY)
             return None
         target = self._target or link.allocate(adapter, self._value, plan.result.shape, plan.result.dtype)
         out = target.buffer
         if self._out is not None and not same_memory(mine, out[root * len(mine) : (root + 1) * len(mine)]):
             mine = await separate(link, mine, out)
-        await algorithm(link, root, mine, out)
+        if native is not None:
+            own = out[root * len(mine) : (root + 1) * len(mine)]
+            in_place = self._out is not None and same_memory(mine, own)
+            await native.run(link, mine, out, in_place=in_place, owned=self._out is None)
+        else:
+            await algorithm(link, root, mine, out)
         result: T = target.finish()
         return result if self._out is None else self._out
 
@@ -349,7 +359,10 @@ class Scatter(Generic[T]):
         """Move the shards; this rank's."""
         root = self._root
         # Whether shards are large is not known before the description is here, so it cannot decide.
-        algorithm = choose("scatter", 0, link.size, link.capabilities, link.settings).algorithm
+        native = link.native(NativeCall("scatter", link.size, root=root)) if link.providers else None
+        algorithm = choose(
+            "scatter", 0, link.size, link.capabilities, link.settings, providers=link.providers
+        ).algorithm
         binomial = algorithm == "binomial"
         await self._describe(link, binomial)
         shard = self._shard
@@ -361,7 +374,12 @@ class Scatter(Generic[T]):
             own = source[root * len(out) : (root + 1) * len(out)]
             if self._out is not None and not same_memory(out, own):
                 source = await separate(link, source, out)
-        await (binomial_scatter if binomial else direct_scatter)(link, root, source, out)
+        if native is not None and len(out):
+            native.call = native.call._replace(dtype=shard.dtype, nbytes=len(out))
+            in_place = link.rank == root and same_memory(out, own)
+            await native.run(link, source, out, in_place=in_place, owned=self._out is None)
+        else:
+            await (binomial_scatter if binomial else direct_scatter)(link, root, source, out)
         result: T = target.finish()
         return result if self._out is None else self._out
 

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import TensorContractError
 from ..tensors import TensorSpec, dtype_of
+from ..transport.provider import NativeCall
 from .request import fingerprint
 from .selector import choose
 
 if TYPE_CHECKING:
     from ..transport.base import Capabilities
+    from .native import Native
     from .operation import Link
 
 __all__ = [
@@ -37,16 +39,26 @@ class Plan:
         result: dtype and shape of the result.
         head: the encoded fingerprint.
         unit: bytes of one row of the leading axis, where the family counts in rows.
+        root: the group rank, where the family has one.
     """
 
-    __slots__ = ("_choice", "head", "nbytes", "operation", "result", "unit")
+    __slots__ = ("_choice", "head", "nbytes", "operation", "result", "root", "unit")
 
-    def __init__(self, operation: str, nbytes: int, result: TensorSpec, head: bytes, unit: int = 0) -> None:
+    def __init__(
+        self,
+        operation: str,
+        nbytes: int,
+        result: TensorSpec,
+        head: bytes,
+        unit: int = 0,
+        root: int | None = None,
+    ) -> None:
         self.operation = operation
         self.nbytes = nbytes
         self.result = result
         self.head = head
         self.unit = unit
+        self.root = root
         # Communicators over different transports share plans, so the choice remembers for whom it was.
         self._choice: tuple[Capabilities | None, str] = (None, "")
 
@@ -54,9 +66,24 @@ class Plan:
         """The name of the algorithm for this call over `link`."""
         capabilities, name = self._choice
         if capabilities is not link.capabilities:
-            name = choose(self.operation, self.nbytes, link.size, link.capabilities, link.settings).algorithm
+            name = choose(
+                self.operation,
+                self.nbytes,
+                link.size,
+                link.capabilities,
+                link.settings,
+                providers=link.providers,
+            ).algorithm
             self._choice = (link.capabilities, name)
         return name
+
+    def native(self, link: Link) -> Native | None:
+        """This call's turn where a provider runs it; see `Link.native`."""
+        if not link.providers or not self.nbytes:
+            return None
+        return link.native(
+            NativeCall(self.operation, link.size, self.result.dtype, self.nbytes, root=self.root)
+        )
 
 
 def agreed(

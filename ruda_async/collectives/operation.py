@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from ..heap import Heap
     from ..tensors import Target, TensorAdapter
     from ..transport.base import Buffer, Capabilities, Envelope
+    from ..transport.provider import NativeCall, Provider
+    from .native import Native
 
 __all__ = ["Link", "Settings"]
 
@@ -49,6 +51,17 @@ class Link(Protocol):
     settings: Settings
     #: Memory that all ranks of the group see; None where the transport has none.
     heap: Heap | None
+    #: Who runs whole collectives here; see `transport.provider`.
+    providers: tuple[Provider, ...]
+
+    def native(self, call: NativeCall, exact: bool = True) -> Native | None:
+        """The turn of this operation where a provider runs it; to be asked for before anything is awaited.
+
+        Args:
+            call: what all ranks agree on.
+            exact: reductions have to be in the documented order.
+        """
+        ...
 
     def send(self, peer: int, *buffers: Buffer, lane: int = 0) -> Awaitable[None]:
         """Start one message to `peer`; finished when the buffers may be changed again."""

@@ -79,6 +79,7 @@ class Reduce(Generic[T]):
     async def run(self, link: Link) -> T | None:
         """Combine over ranks at the root; see `Request.run`."""
         plan, target = self._plan, self._target
+        native = plan.native(link)
         source = self._adapter.read(self._value)
         out = EMPTY
         if link.rank == self._root:
@@ -91,6 +92,8 @@ class Reduce(Generic[T]):
             await copy_all(link, out, source)
         elif not plan.nbytes:
             await dissemination(link)
+        elif native is not None:
+            await native.run(link, source, out, plan.reducer, owned=self._out is None)
         else:
             await _ALGORITHMS[plan.algorithm(link)](link, plan.reducer, source, out, self._root)
         return None if target is None else target.finish()

@@ -88,6 +88,7 @@ class ReduceScatter(Generic[T]):
     async def run(self, link: Link) -> T:
         """Combine over ranks and keep a shard; see `Request.run`."""
         plan, target, adapter, dim = self._plan, self._target, self._adapter, self._dim
+        native = plan.native(link)
         source = adapter.read(adapter.movedim(self._value, dim, 0) if dim else self._value)
         if target is None:
             target = link.allocate(adapter, self._value, plan.result.shape, plan.result.dtype)
@@ -97,6 +98,8 @@ class ReduceScatter(Generic[T]):
             await copy_all(link, target.buffer, source)
         elif not plan.nbytes:
             await dissemination(link)
+        elif native is not None:
+            await native.run(link, source, target.buffer, plan.reducer, owned=self._out is None)
         else:
             await _ALGORITHMS[plan.algorithm(link)](link, plan.reducer, source, target.buffer)
         result = target.finish()

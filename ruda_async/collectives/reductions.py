@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import TensorContractError
 from ..tensors import TensorSpec, check_operator, reducer
+from ..transport.provider import NativeCall
 from .request import fingerprint
 from .selector import choose
 
 if TYPE_CHECKING:
     from ..tensors import Reducer
     from ..transport.base import Capabilities
+    from .native import Native
     from .operation import Link, Settings
 
 __all__ = [
@@ -51,12 +53,20 @@ class Plan:
         result: dtype and shape of the result, the axis `dim` in front.
         head: the encoded fingerprint.
         exact: whether sums are in the documented order.
+        root: the group rank, where the operation has one.
     """
 
-    __slots__ = ("_choice", "exact", "head", "nbytes", "operation", "reducer", "result")
+    __slots__ = ("_choice", "exact", "head", "nbytes", "operation", "reducer", "result", "root")
 
     def __init__(
-        self, operation: str, reducer: Reducer, nbytes: int, result: TensorSpec, head: bytes, exact: bool
+        self,
+        operation: str,
+        reducer: Reducer,
+        nbytes: int,
+        result: TensorSpec,
+        head: bytes,
+        exact: bool,
+        root: int | None = None,
     ) -> None:
         self.operation = operation
         self.reducer = reducer
@@ -64,6 +74,7 @@ class Plan:
         self.result = result
         self.head = head
         self.exact = exact
+        self.root = root
         # Communicators over different transports share plans, so the choice remembers for whom it was.
         self._choice: tuple[Capabilities | None, str] = (None, "")
 
@@ -79,9 +90,20 @@ class Plan:
                 link.settings,
                 exact=self.exact,
                 widens=self.reducer.widens,
+                providers=link.providers,
             ).algorithm
             self._choice = (link.capabilities, name)
         return name
+
+    def native(self, link: Link) -> Native | None:
+        """This call's turn where a provider runs it; see `Link.native`."""
+        if not link.providers or not self.nbytes:
+            return None
+        arithmetic = self.reducer
+        call = NativeCall(
+            self.operation, link.size, arithmetic.dtype, self.nbytes, arithmetic.operator, self.root
+        )
+        return link.native(call, self.exact)
 
 
 def plan_of(
@@ -157,7 +179,7 @@ def _plan(
     for length in spec.shape:
         nbytes *= length
     head = fingerprint(operation, spec.dtype, spec.shape, tuple(agreed))
-    return Plan(operation, arithmetic, nbytes, result, head, order == "exact")
+    return Plan(operation, arithmetic, nbytes, result, head, order == "exact", dict(detail).get("root"))
 
 
 def _shard(name: str, spec: TensorSpec, dim: int, size: int) -> TensorSpec:

@@ -17,18 +17,34 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import ConfigError
+from ..tensors import dtype_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ..transport.base import Capabilities
+    from ..transport.provider import NativeCall, Provider
     from .operation import Settings
 
-__all__ = ["Choice", "choose", "known_algorithms"]
+__all__ = ["Choice", "NativeChoice", "choose", "choose_provider", "known_algorithms"]
 
 
 class Choice(NamedTuple):
     """The outcome: an algorithm's name and the reason, as half a sentence for people."""
 
     algorithm: str
+    reason: str
+
+
+class NativeChoice(NamedTuple):
+    """Whether a provider runs a call.
+
+    Attributes:
+        provider: which; None where the call goes by the table.
+        reason: why, or why the one that was asked for does not; empty where there is nothing to say.
+    """
+
+    provider: Provider | None
     reason: str
 
 
@@ -250,6 +266,7 @@ def choose(
     *,
     exact: bool = True,
     widens: bool = False,
+    providers: Sequence[Provider] = (),
 ) -> Choice:
     """Decide which algorithm runs `operation`.
 
@@ -261,13 +278,60 @@ def choose(
         settings: ``algorithm`` is taken where this operation has one of that name and it can run.
         exact: sums have to be in the documented order.
         widens: partial results take twice the bytes of the elements (half-precision sums).
+        providers: the transport's; `choose_provider` has asked them, and none takes this call.
 
     Raises:
         ConfigError: the operation, or the algorithm that `settings` names, is not known.
     """
-    return _choose(
-        operation, nbytes, size, capabilities, settings.algorithm, exact, widens, settings.max_bytes is None
-    )
+    wanted = settings.algorithm
+    if wanted is not None and any(provider.name == wanted for provider in providers):
+        wanted = None
+    return _choose(operation, nbytes, size, capabilities, wanted, exact, widens, settings.max_bytes is None)
+
+
+def choose_provider(
+    providers: Sequence[Provider],
+    call: NativeCall,
+    members: tuple[int, ...],
+    settings: Settings,
+    exact: bool,
+) -> NativeChoice:
+    """Decide whether a provider runs `call`: the one asked for by name, or else the first that wants it.
+
+    Nothing is native within a byte budget, since a provider's messages are its own; nor where
+    ``algorithm=`` names something else that this operation has.
+
+    Args:
+        providers: the transport's, the most preferred first.
+        call: the call, as all ranks agree on it.
+        members: the job's rank of each group rank.
+        settings: the communicator's.
+        exact: sums have to be in the documented order.
+    """
+    wanted = settings.algorithm
+    named = next((provider for provider in providers if provider.name == wanted), None)
+    if named is None and wanted in _ALGORITHMS.get(call.operation, ()):
+        return NativeChoice(None, "")
+    for provider in (named,) if named is not None else providers:
+        objection = _objection(provider, call, members, settings, exact)
+        if named is not None:
+            if objection is None:
+                return NativeChoice(named, f"asked for by algorithm={wanted!r}")
+            return NativeChoice(None, f" (algorithm={wanted!r} is not taken: {objection})")
+        reason = None if objection is not None else provider.reason(call, members)
+        if reason is not None:
+            return NativeChoice(provider, reason)
+    return NativeChoice(None, "")
+
+
+def _objection(
+    provider: Provider, call: NativeCall, members: tuple[int, ...], settings: Settings, exact: bool
+) -> str | None:
+    if settings.max_bytes is not None:
+        return f"its messages do not keep to max_bytes={settings.max_bytes}"
+    if exact and not provider.exact and call.operator is not None and dtype_of(call.dtype).kind == "float":
+        return 'it adds in an order of its own, which takes order="any"'
+    return provider.objection(call, members)
 
 
 @lru_cache(maxsize=4096)

@@ -110,6 +110,11 @@ def fresh_url(plugin: Plugin) -> str:
 
 
 def _check(plugin: Plugin, parts: UrlParts, world_size: int, rank_per: str) -> None:
+    if plugin.rank_per == "engine":
+        raise ConfigError(
+            f"{parts.scheme}:// is for ranks that another engine starts, such as mpiexec; start the program "
+            f"with that, or use {default_plugin('process').scheme}://"
+        )
     if rank_per == "process" and plugin.rank_per != "process":
         raise ConfigError(
             f"{parts.scheme}:// links ranks of one process, and the launcher starts {world_size}; use "

@@ -44,8 +44,10 @@ from .matching import (
 )
 from .mesh import MAX_STRANGERS, Endpoint, Mesh
 from .parameters import extract_parameters, merge_parameters, param
+from .provider import NativeCall, NativeGroup, NativeReducer, Provider
 from .regions import Regions
-from .registry import WrapperPlugin
+from .registry import WrapperPlugin, get_plugin
+from .threads import in_thread
 
 __all__ = [
     "DONE",
@@ -70,9 +72,13 @@ __all__ = [
     "Meeting",
     "Mesh",
     "Message",
+    "NativeCall",
+    "NativeGroup",
+    "NativeReducer",
     "PeerLostError",
     "Plugin",
     "ProtocolError",
+    "Provider",
     "Ready",
     "Receive",
     "Regions",
@@ -89,6 +95,8 @@ __all__ = [
     "extract_parameters",
     "fail_future",
     "gather_bytes",
+    "get_plugin",
+    "in_thread",
     "merge_parameters",
     "never_stale",
     "no_peer",

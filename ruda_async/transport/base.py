@@ -142,6 +142,9 @@ class Transport(Protocol):
     world_size: int
     capabilities: Capabilities
 
+    # A transport that runs whole collectives natively also has the attribute `providers`, a tuple of
+    # `ruda_async.transport.provider.Provider`. It is optional, and so no member of this protocol.
+
     #: Asked about the tag of a message that nobody waits for: True drops it, since its operation is
     #: over here (it failed, or was cancelled). Set by the communicator; by default nothing is stale.
     is_stale: Callable[[int], bool]
@@ -199,10 +202,18 @@ class Plugin(Protocol):
         scheme: the URL scheme.
         summary: one line for `ruda-async doctor` and the docs.
         parameters: a frozen dataclass of the URL parameters; see `ruda_async.transport.parameters`.
-        rank_per: ``"task"`` when ranks may be tasks or threads of one process, else ``"process"``.
+        rank_per: ``"task"`` when ranks may be tasks or threads of one process, ``"process"`` when each is a
+            process, ``"engine"`` when another engine (such as mpiexec) has to start and number them.
         example: a URL that works on one host for the self-test and the docs, without rank and
             world size.
         preference: among transports that can serve, the highest is taken where no scheme is named.
+
+    A plugin whose transports have providers also has the attribute ``provider_names``, a tuple of the names
+    that ``algorithm=`` then takes.
+
+    A plugin whose ranks another engine may have placed also has the method ``placed()``. It returns this
+    process's rank and the number of ranks, which then need not be given; or None, where no engine has.
+    Ranks that were placed also need no address to meet at.
     """
 
     scheme: str

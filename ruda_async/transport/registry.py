@@ -150,30 +150,32 @@ def default_plugin(rank_per: str = "process", network: bool | None = None) -> Pl
     """The transport to take where none is named: of those usable here, the most preferred.
 
     Args:
-        rank_per: ``"process"`` or ``"task"``, as `Plugin.rank_per`.
+        rank_per: ``"process"`` or ``"task"``, as `Plugin.rank_per`; what an engine places is no default.
         network: True for one that links hosts (see `is_network`), False for one that does not, None for any.
 
     Raises:
         TransportUnavailableError: none is usable; the text says why each is not.
     """
-    usable: list[Plugin] = []
-    reasons: list[str] = []
-    for scheme, info in plugins().items():
-        reason = why_unavailable(info)
-        if reason is not None:
-            reasons.append(f"{scheme}: {reason}")
+    fitting: list[PluginInfo] = []
+    for info in plugins().values():
+        try:
+            plugin = cast("Plugin", info.load())
+        except TransportUnavailableError:
             continue
-        plugin = cast("Plugin", info.load())
         if _wraps(plugin) or plugin.rank_per != rank_per or network not in (None, is_network(plugin)):
             continue
-        usable.append(plugin)
-    if not usable:
-        kind = {True: " over a network", False: " on one host", None: ""}[network]
-        raise TransportUnavailableError(
-            f"no transport is usable for ranks in a {rank_per} each{kind} "
-            f"({'; '.join(reasons) or 'none is installed'}); install one, or name one in a URL"
-        )
-    return max(usable, key=lambda plugin: plugin.preference)
+        fitting.append(info)
+    # To ask may import a large library, so the less preferred are asked only where they are needed.
+    for info in sorted(fitting, key=lambda info: -cast("Plugin", info.load()).preference):
+        if why_unavailable(info) is None:
+            return cast("Plugin", info.load())
+    every = ((scheme, why_unavailable(info)) for scheme, info in plugins().items())
+    reasons = [f"{scheme}: {reason}" for scheme, reason in every if reason is not None]
+    kind = {True: " over a network", False: " on one host", None: ""}[network]
+    raise TransportUnavailableError(
+        f"no transport is usable for ranks in a {rank_per} each{kind} "
+        f"({'; '.join(reasons) or 'none is installed'}); install one, or name one in a URL"
+    )
 
 
 def why_unavailable(info: PluginInfo) -> str | None:

@@ -44,6 +44,7 @@ class FakeLink:
         self.size = group.size
         self.capabilities = group.capabilities
         self.settings = group.settings
+        self.providers: tuple[Any, ...] = ()
         self._tails: dict[tuple[int, int], asyncio.Task[None]] = {}
 
     def send(self, peer: int, *buffers: memoryview, lane: int = 0) -> Awaitable[None]:

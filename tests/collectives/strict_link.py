@@ -111,6 +111,7 @@ class StrictLink:
         self.size = group.size
         self.capabilities = group.capabilities
         self.settings: Any = group.settings
+        self.providers: tuple[Any, ...] = ()
 
     def send(self, peer: int, *buffers: memoryview, lane: int = 0) -> Awaitable[None]:
         assert 0 <= peer < self.size

@@ -254,6 +254,7 @@ class _Instant:
     rank, size = 0, 2
     capabilities = Capabilities()
     settings: Any = Settings()
+    providers: Any = ()
 
     def allocate(self, adapter: Any, like: Any, shape: tuple[int, ...], dtype: str) -> Any:
         return adapter.allocate(like, shape, dtype)

@@ -12,6 +12,10 @@ or without any file, from the command line::
 
     pytest --pyargs ruda_async.transport.conformance --ruda-url mine://lab
 
+Where ranks have to be started by another engine, such as MPI's, that engine runs the suite::
+
+    mpiexec -n 5 python -m ruda_async.transport.conformance mine://lab
+
 A scenario is a coroutine that every rank runs (`async def scenario(transport)`); it asserts, and
 coordinates by messages alone, so it runs the same with ranks as tasks, threads or processes.
 """
@@ -19,6 +23,14 @@ coordinates by messages alone, so it runs the same with ranks as tasks, threads 
 from __future__ import annotations
 
 from .messages import SCENARIOS, Scenario
-from .runner import run_in_loop, run_in_processes, run_in_threads, run_scenario
+from .runner import run_in_loop, run_in_processes, run_in_threads, run_placed, run_scenario
 
-__all__ = ["SCENARIOS", "Scenario", "run_in_loop", "run_in_processes", "run_in_threads", "run_scenario"]
+__all__ = [
+    "SCENARIOS",
+    "Scenario",
+    "run_in_loop",
+    "run_in_processes",
+    "run_in_threads",
+    "run_placed",
+    "run_scenario",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import multiprocessing
 import threading
 import traceback
@@ -13,7 +14,7 @@ from typing import Any
 from ..base import Transport
 from .messages import SCENARIOS, Scenario
 
-__all__ = ["run_in_loop", "run_in_processes", "run_in_threads", "run_scenario"]
+__all__ = ["run_in_loop", "run_in_processes", "run_in_threads", "run_placed", "run_scenario"]
 
 Join = Callable[[str, int, int], Awaitable[Transport]]
 
@@ -29,7 +30,10 @@ async def _join(url: str, rank: int, world_size: int) -> Transport:
 
 
 async def _run_rank(scenario: Scenario, url: str, rank: int) -> None:
-    transport = await _join(url, rank, scenario.world_size)
+    await _run_body(scenario, await _join(url, rank, scenario.world_size))
+
+
+async def _run_body(scenario: Scenario, transport: Transport) -> None:
     try:
         await scenario.body(transport)
     except BaseException:
@@ -112,6 +116,34 @@ def run_in_processes(scenario: Scenario, url: str) -> None:
         for process in processes:
             process.kill()
             process.join()
+
+
+def run_placed(name: str, url: str) -> bool:
+    """One rank's part of a scenario, in a process that an engine such as mpiexec has started and numbered.
+
+    To be called in all of them. Ranks beyond those that the scenario takes do nothing.
+
+    Returns:
+        whether this rank took part.
+    """
+    from ...communicator import open_transport
+    from ...config import resolve
+
+    scenario = SCENARIOS[name]
+    placed = resolve(url, timeout=LIMIT)
+    if placed.world_size < scenario.world_size:
+        raise ValueError(f"{name} takes {scenario.world_size} ranks, and there are {placed.world_size}")
+    if placed.rank >= scenario.world_size:
+        return False
+    # A job of its own: ranks may still be leaving the scenario before.
+    config = dataclasses.replace(placed, world_size=scenario.world_size, name=f"{placed.name}/{name}")
+
+    async def main() -> None:
+        async with asyncio.timeout(LIMIT):
+            await _run_body(scenario, await open_transport(config))
+
+    asyncio.run(main())
+    return True
 
 
 def run_scenario(name: str, url: str, *, ranks: str = "loop") -> None:

@@ -1,0 +1,85 @@
+"""``mpi://`` with ranks that mpiexec starts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+# Not here: MPI is started by being loaded, and this process starts others.
+LOADS = subprocess.run([sys.executable, "-c", "from mpi4py import MPI"], capture_output=True).returncode == 0
+PATH = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+MPIEXEC = shutil.which("mpiexec", path=PATH)
+
+pytestmark = [
+    pytest.mark.skipif(not LOADS, reason="needs MPI: pip install mpi4py mpich"),
+    pytest.mark.skipif(MPIEXEC is None, reason="needs mpiexec: pip install mpich"),
+    pytest.mark.timeout(170),
+]
+
+BODIES = str(Path(__file__).with_name("mpi_bodies.py"))
+QUICK = ["sizes", "flood_of_early_messages", "receive_cancelled_in_the_middle", "goodbye", "aborted_peer"]
+
+
+def mpiexec(ranks: int, *arguments: str, limit: float = 150, options: Sequence[str] = ()) -> str:
+    """Run Python on so many ranks; what they print. A rank that fails fails the test."""
+    assert MPIEXEC is not None
+    command = [MPIEXEC, *options, "-n", str(ranks), sys.executable, *arguments]
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "MPI", "RUDA_"))}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=limit, env=clean, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-10000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "natively",
+        "by_our_own_algorithms",
+        "many_channels_at_once",
+        "failures",
+        "connecting_again",
+        "who_does_not_come",
+        "waiting_is_cheap",
+        "blocking_calls",
+    ],
+)
+def test_four_ranks(body: str) -> None:
+    mpiexec(4, BODIES, body)
+
+
+def test_a_rank_that_dies() -> None:
+    assert MPIEXEC is not None
+    told = subprocess.run([MPIEXEC, "-help"], capture_output=True, text=True).stdout
+    if "-disable-auto-cleanup" not in told:
+        pytest.skip("needs an mpiexec that lets ranks outlive others: pip install mpich")
+    mpiexec(4, BODIES, "a_rank_dies", options=["-disable-auto-cleanup"])
+
+
+def test_conformance() -> None:
+    printed = mpiexec(3, "-m", "ruda_async.transport.conformance", "mpi://lab", *QUICK)
+    assert printed.count(": passed") == 2 * len(QUICK) + 1
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_the_whole_conformance_suite() -> None:
+    printed = mpiexec(5, "-m", "ruda_async.transport.conformance", "mpi://lab", limit=800)
+    assert printed.count("everyone_to_everyone: passed") == 5
+
+
+def test_a_rank_of_its_own_needs_no_mpiexec() -> None:
+    """A single process is a world of one."""
+    code = "import ruda_async\nwith ruda_async.sync.connect('mpi://') as comm: print(comm.world_size)"
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "MPI", "RUDA_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=clean, check=True
+    )
+    assert done.stdout.strip() == "1"

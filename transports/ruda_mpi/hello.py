@@ -1,0 +1,118 @@
+"""How the ranks of a job find out that all of them are there, before any of them blocks in MPI.
+
+To make a communicator, MPI wants all ranks at once and waits for ever. So ranks greet each other first, with
+messages that may time out, on a tag of ``COMM_WORLD`` that follows from the job's name. A greeting may be
+left over from an attempt that failed; an answer repeats the greeting's number, so it shows that its
+sender is there now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from typing import Any
+
+import msgpack
+from mpi4py import MPI
+
+from ruda_async.transport import CollectiveTimeoutError, ConfigError, Job, ProtocolError, Terms
+
+from .engine import keep_requests
+
+__all__ = ["greet"]
+
+_LARGEST = 1024
+#: Seconds between two looks for greetings.
+_NAP = 1e-3
+
+
+async def greet(job: Job, terms: Terms, chunk: int) -> tuple[dict[int, Terms], int]:
+    """Wait for all ranks of `job`.
+
+    Returns:
+        the other ranks' terms, and a number of 64 bits that rank 0 has drawn for this meeting.
+
+    Raises:
+        ConfigError: a rank has another idea of the world size or of ``chunk_bytes``.
+        CollectiveTimeoutError: some ranks did not come in time; they are in ``.missing``.
+    """
+    world = MPI.COMM_WORLD
+    highest: int = world.Get_attr(MPI.TAG_UB)  # type: ignore[assignment]
+    tag = highest - int.from_bytes(hashlib.sha256(job.name.encode()).digest()[:2], "big")
+    number = secrets.randbits(64) | 1
+    mine = msgpack.packb(["hello", job.name, job.world_size, chunk, *_pack(terms), number])
+    others = [rank for rank in range(job.world_size) if rank != job.rank]
+    rooms = {rank: bytearray(_LARGEST) for rank in others}
+    receives = {rank: world.Irecv([rooms[rank], MPI.BYTE], rank, tag) for rank in others}
+    sends = [(world.Isend([mine, MPI.BYTE], rank, tag), mine) for rank in others]
+    told: dict[int, tuple[Terms, int]] = {}
+    missing = set(others)
+    status = MPI.Status()
+    try:
+        while missing:
+            heard = False
+            for rank in others:
+                if rank not in receives or not receives[rank].Test(status):
+                    continue
+                heard = True
+                kind, *rest = _read(bytes(rooms[rank][: status.Get_count(MPI.BYTE)]), rank)
+                if kind == "hello":
+                    told[rank] = _checked(job, rank, chunk, rest)
+                    answer = msgpack.packb(["here", told[rank][1]])
+                    sends.append((world.Isend([answer, MPI.BYTE], rank, tag), answer))
+                elif rest == [number] and rank in told:
+                    missing.discard(rank)
+                    del receives[rank]
+                    continue
+                receives[rank] = world.Irecv([rooms[rank], MPI.BYTE], rank, tag)
+            if not heard:
+                await asyncio.sleep(_NAP)
+                _look_at_clock(job, missing)
+    finally:
+        for request in receives.values():
+            request.Cancel()
+        keep_requests([*sends, *((request, rooms[rank]) for rank, request in receives.items())])
+    first = number if job.rank == 0 else told[0][1]
+    return {rank: terms for rank, (terms, _) in told.items()}, first
+
+
+def _look_at_clock(job: Job, missing: set[int]) -> None:
+    try:
+        job.remaining()
+    except CollectiveTimeoutError as error:
+        raise CollectiveTimeoutError(
+            f"{error} (no greeting from rank {', '.join(map(str, sorted(missing)))})",
+            rank=job.rank,
+            missing=tuple(sorted(missing)),
+        ) from None
+
+
+def _pack(terms: Terms) -> tuple[int, int]:
+    return terms.eager_bytes, terms.early_bytes
+
+
+def _read(data: bytes, rank: int) -> list[Any]:
+    try:
+        fields = msgpack.unpackb(data, max_str_len=_LARGEST, max_array_len=8)
+        sizes = {"hello": (str, int, int, int, int, int), "here": (int,)}
+        kinds = tuple(type(field) for field in fields[1:])
+        if kinds != sizes[fields[0]] or not all(f >= 0 for f in fields[1:] if type(f) is int):
+            raise ValueError
+    except (ValueError, TypeError, KeyError, IndexError, msgpack.UnpackException):
+        raise ProtocolError(f"rank {rank} sent no greeting on the tag of this job", rank=rank) from None
+    return list(fields)
+
+
+def _checked(job: Job, rank: int, chunk: int, fields: list[Any]) -> tuple[Terms, int]:
+    name, size, theirs, eager, early, number = fields
+    for what, ours, other in (
+        ("job name", job.name, name),
+        ("world_size", job.world_size, size),
+        ("chunk_bytes", chunk, theirs),
+    ):
+        if ours != other:
+            raise ConfigError(
+                f"rank {job.rank} has the {what} {ours!r} and rank {rank} has {other!r}; give all ranks one"
+            )
+    return Terms(eager, early), number

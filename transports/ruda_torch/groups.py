@@ -1,0 +1,98 @@
+"""A process group for each channel that uses torch's collectives, made when it first does.
+
+torch matches collectives by order in a group, and a group whose call was given up is of no further use. So
+every channel has its own, and every epoch of it. They meet in the job's store under a prefix of their own,
+apart from the program's groups: the default group is not touched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from time import monotonic
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ruda_async.transport import NativeGroup, in_thread
+
+__all__ = ["Groups", "in_background", "missing", "seconds_left"]
+
+#: Its stores are no part of what it declares for type checkers.
+_dist: Any = dist
+#: Seconds that a rank waits for the others to join a group; they have agreed to, so this is for the worst.
+_LONGEST = 60.0
+_SHORTEST = 0.1
+
+
+def missing(backend: str) -> str | None:
+    """What torch lacks for `backend`, or None."""
+    if not dist.is_available() or not getattr(dist, f"is_{backend}_available")():
+        return f"this torch is built without {backend}; install one that has it (pip install torch)"
+    if backend == "nccl" and not torch.cuda.is_available():
+        return "torch finds no GPU that it can use; use torch+gloo, or tcp"
+    return None
+
+
+def seconds_left(group: NativeGroup) -> timedelta:
+    """What torch may take, given the call's deadline."""
+    return timedelta(seconds=max(group.deadline - monotonic(), _SHORTEST))
+
+
+def in_background(release: Callable[[], object]) -> None:
+    """Do elsewhere what may take a while, such as to let go of a group, which joins threads."""
+    threading.Thread(target=release, name="ruda torch group", daemon=True).start()
+
+
+class Groups:
+    """The process groups of one transport.
+
+    Args:
+        store: where ranks meet, as ``torch.distributed`` has stores; a key's prefix is the job's own.
+        make: a process group of ``(store, rank, size, timeout)``.
+    """
+
+    def __init__(self, store: Any, make: Callable[[Any, int, int, timedelta], Any]) -> None:
+        self._store = store
+        self._make = make
+        self._made: dict[int, tuple[int, asyncio.Task[Any]]] = {}
+
+    def get(self, group: NativeGroup) -> asyncio.Task[Any]:
+        """The process group of the call's channel and epoch: the result of this task."""
+        epoch, making = self._made.get(group.channel, (-1, None))
+        if making is not None and epoch == group.epoch and not (making.done() and _failed(making)):
+            return making
+        self.forget(group.channel)
+        making = asyncio.get_running_loop().create_task(self._start(group))
+        self._made[group.channel] = (group.epoch, making)
+        return making
+
+    async def _start(self, group: NativeGroup) -> Any:
+        ranks = "-".join(map(str, group.members))
+        store = _dist.PrefixStore(f"{group.channel}/{group.epoch}/{ranks}", self._store)
+        wait = min(seconds_left(group), timedelta(seconds=_LONGEST))
+        return await in_thread(lambda: self._make(store, group.rank, group.size, wait))
+
+    def forget(self, channel: int) -> None:
+        """Release the channel's group."""
+        _, making = self._made.pop(channel, (-1, None))
+        if making is not None:
+            making.add_done_callback(_release)
+
+    def close(self) -> None:
+        """Release all."""
+        for channel in list(self._made):
+            self.forget(channel)
+
+
+def _failed(task: asyncio.Task[Any]) -> bool:
+    return task.cancelled() or task.exception() is not None
+
+
+def _release(task: asyncio.Task[Any]) -> None:
+    if not _failed(task):
+        held = [task.result()]
+        in_background(held.clear)

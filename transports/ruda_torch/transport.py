@@ -1,0 +1,209 @@
+"""Joining a job: the links, the store where process groups meet, and the provider beside the links."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ruda_async.transport import (
+    Capabilities,
+    CollectiveTimeoutError,
+    Job,
+    Meeting,
+    Plugin,
+    ProtocolError,
+    Transport,
+    TransportUnavailableError,
+    extract_parameters,
+    in_thread,
+)
+
+from .groups import missing
+from .provider import TorchProvider
+
+__all__ = ["TorchTransport", "open_transport"]
+
+#: Its stores are no part of what it declares for type checkers.
+_dist: Any = dist
+#: The tag of the message that says where the store is; sent and received before anybody else sends.
+_TAG = (1 << 64) - 1
+
+
+async def open_transport(job: Job, backend: str, links: Plugin, *, placed: bool) -> TorchTransport:
+    """Join `job`.
+
+    Args:
+        job: with the parameters of the links, and `TorchParameters`.
+        backend: torch's name of it.
+        links: the transport that links the ranks.
+        placed: whether the program has a default process group, whose store is the meeting place then.
+
+    Raises:
+        TransportUnavailableError: this torch lacks the backend; and what ``links.connect`` raises.
+    """
+    reason = missing(backend)
+    if reason is not None:
+        raise TransportUnavailableError(f"torch+{backend}: {reason}")
+    least = job.parameters.native_bytes
+    store: Any = None
+    linked = replace(job, parameters=extract_parameters(links.parameters, job.parameters))
+    if placed:
+        store = _dist.PrefixStore(f"ruda/{job.name}", _dist.distributed_c10d._get_default_store())
+        linked = replace(linked, host=job.host or os.environ.get("MASTER_ADDR"), rendezvous=_meet_in(store))
+    transport = await links.connect(linked)
+    try:
+        session, store = await _store(transport, job, store)
+    except BaseException:
+        transport.abort("the store of its process groups was not made")
+        raise
+    provider = _provider(backend)(_dist.PrefixStore(session, store), least)
+    return TorchTransport(transport, backend, provider)
+
+
+def _provider(backend: str) -> type[TorchProvider]:
+    if backend == "nccl":
+        from .nccl import NcclProvider
+
+        return NcclProvider
+    from .gloo import GlooProvider
+
+    return GlooProvider
+
+
+# ---------------------------------------------------------------------- meeting
+
+
+def _meet_in(store: Any) -> Callable[[Job, bytes, object], Awaitable[Meeting]]:
+    """A rendezvous through the store of the program's own process group.
+
+    Every rank counts its meetings, so that nothing of a former one is read.
+    """
+
+    async def meet(job: Job, payload: bytes, address: object) -> Meeting:
+        wait = timedelta(seconds=job.remaining())
+
+        def exchange() -> Meeting:
+            number = store.add(f"count/{job.rank}", 1)
+            session = secrets.token_bytes(16) if job.rank == 0 else b""
+            store.set(f"{number}/{job.rank}", session + payload)
+            keys = [f"{number}/{rank}" for rank in range(job.world_size)]
+            store.wait(keys, wait)
+            payloads = [bytes(store.get(key)) for key in keys]
+            first = payloads[0]
+            return Meeting([first[16:], *payloads[1:]], first[:16])
+
+        try:
+            return await in_thread(exchange)
+        except (dist.DistStoreError, RuntimeError) as error:
+            raise CollectiveTimeoutError(
+                f"rank {job.rank} of {job.world_size}: not all ranks met in the store of torch's process "
+                f"group within timeout={job.timeout:g} s; every rank has to connect "
+                f"({str(error).splitlines()[0]})",
+                rank=job.rank,
+            ) from None
+
+    return meet
+
+
+async def _store(transport: Transport, job: Job, store: Any) -> tuple[str, Any]:
+    """A prefix that is new, and a store that all ranks reach: rank 0's, or the one that is there."""
+    others = [rank for rank in range(job.world_size) if rank != job.rank]
+    if job.rank == 0:
+        if store is None:
+            store = await in_thread(lambda: _serve(job.host or "127.0.0.1", job.remaining()))
+            port = store.port
+        else:
+            port = 0
+        session = secrets.token_hex(16)
+        notice = memoryview(f"{session}{port:05d}".encode())
+        for sending in [transport.send(rank, _TAG, (notice,), b"store") for rank in others]:
+            await sending
+        nothing = memoryview(bytearray(0))
+        async with asyncio.timeout(job.remaining()):
+            for answer in [transport.recv_into(rank, _TAG, (nothing,), b"found") for rank in others]:
+                await answer  # this rank may close at once, and its store with it
+        return session, store
+    room = bytearray(37)
+    async with asyncio.timeout(job.remaining()):
+        await transport.recv_into(0, _TAG, (memoryview(room),), b"store")
+    if not room.isascii() or not room[32:].isdigit() or int(room[32:]) > 65535:
+        raise ProtocolError("rank 0 sent no address of its store", rank=0)
+    session, port = room[:32].decode(), int(room[32:])
+    if store is None:
+        host = job.host or "127.0.0.1"
+        wait = timedelta(seconds=job.remaining())
+        store = await in_thread(
+            lambda: _dist.TCPStore(host, port, is_master=False, timeout=wait, wait_for_workers=False)
+        )
+    await transport.send(0, _TAG, (), b"found")
+    return session, store
+
+
+def _serve(host: str, seconds: float) -> Any:
+    """A store on a free port, at the address that the URL names and no other."""
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    listener = socket.create_server(address[:2], family=family)
+    port = listener.getsockname()[1]
+    return _dist.TCPStore(
+        host,
+        port,
+        is_master=True,
+        timeout=timedelta(seconds=seconds),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+# ---------------------------------------------------------------------- the transport
+
+
+class TorchTransport:
+    """The links' transport with a provider. See `ruda_async.transport.Transport`."""
+
+    def __init__(self, inner: Transport, backend: str, provider: TorchProvider) -> None:
+        self._inner = inner
+        self._backend = backend
+        self._provider = provider
+        self.rank = inner.rank
+        self.world_size = inner.world_size
+        self.capabilities: Capabilities = inner.capabilities
+        self.providers = (provider,)
+        # The hot calls are the links' own, without a wrapper around them.
+        self.send = inner.send
+        self.recv_into = inner.recv_into
+        self.probe = inner.probe
+        self.fail = inner.fail
+        self.stats = inner.stats
+
+    @property
+    def is_stale(self) -> Callable[[int], bool]:
+        """See `Transport.is_stale`."""
+        return self._inner.is_stale
+
+    @is_stale.setter
+    def is_stale(self, asked: Callable[[int], bool]) -> None:
+        self._inner.is_stale = asked
+
+    def describe(self) -> dict[str, object]:
+        """See `Transport.describe`."""
+        return {**self._inner.describe(), "scheme": f"torch+{self._backend}"}
+
+    async def close(self) -> None:
+        """See `Transport.close`."""
+        try:
+            await self._inner.close()
+        finally:
+            self._provider.close()
+
+    def abort(self, reason: str) -> None:
+        """See `Transport.abort`."""
+        self._inner.abort(reason)
+        self._provider.close()
