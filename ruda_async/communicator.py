@@ -16,6 +16,8 @@ from .collectives.split import Split
 from .config import Config, resolve
 from .errors import CommunicatorClosedError, ConfigError
 from .node import Node
+from .observe import signals
+from .observe.recorder import Stats
 from .operations import AsyncOperations
 from .point_to_point import PointToPoint
 from .recovery import Recovery
@@ -79,9 +81,27 @@ class AsyncCommunicator(AsyncOperations):
         """Whether calls are refused since `close` or `abort` was called here."""
         return self._channel.closed or self._node.closed is not None
 
-    def stats(self) -> dict[str, Any]:
-        """Counters of this rank: calls completed, failed and in flight, and per peer messages and bytes."""
+    @property
+    def node(self) -> Node:
+        """This rank's end of the job; for the parts of this library that look inside."""
+        return self._node
+
+    def stats(self) -> Stats:
+        """Counters of this rank since it connected, over all channels; cheap, and from any thread.
+
+        By operation: calls, failures, bytes, and times with percentiles; by peer: messages and bytes; what is
+        in flight, and for how long. See `ruda_async.observe.Stats`.
+        """
         return self._node.stats()
+
+    def flight_record(self) -> dict[str, Any]:
+        """This rank's last calls and those in flight, as JSON types; see the page on observing a job."""
+        return self._node.flight.take("flight_record() was called").render()
+
+    def last_failure(self) -> dict[str, Any] | None:
+        """The flight record that the latest timeout or lost rank left in memory, or None."""
+        last = self._node.flight.last
+        return None if last is None else last.render()
 
     def describe(self) -> dict[str, Any]:
         """Facts about this communicator for people and logs; no secrets."""
@@ -295,6 +315,7 @@ def connect(
         TransportUnavailableError: the transport's package is not installed.
         AuthenticationError: the ranks do not share one secret.
     """
+    signals.from_environment()
     return _Connecting(url, {"rank": rank, "world_size": world_size, "timeout": timeout, **options})
 
 

@@ -2,7 +2,7 @@
 
 ``scheme://[host[:port]][/job]?parameter=value&…``, where a parameter is one of `CommonParameters` or the
 transport's own. Keyword arguments win over the URL, the URL over the environment (``RUDA_RANK``,
-``RUDA_WORLD_SIZE``, ``RUDA_TIMEOUT``, ``RUDA_SECRET``, ``RUDA_SECRET_FILE``). Without a URL it is
+``RUDA_WORLD_SIZE``, ``RUDA_TIMEOUT``, ``RUDA_TRACE_DIR``, ``RUDA_SECRET``, ``RUDA_SECRET_FILE``). Without a URL it is
 ``RUDA_URL``, else ``env://``, which takes rank, world size and meeting place from the launcher (see
 `ruda_async.environment`).
 
@@ -52,6 +52,9 @@ class CommonParameters:
         "exact", doc="order of summation: the documented one, or any", choices=("exact", "any")
     )
     secret_file: Path | None = param(None, doc="a file that holds the job secret")  # noqa: RUF009
+    trace_dir: Path | None = param(  # noqa: RUF009
+        None, doc="the folder that flight records are written to at timeouts and lost ranks"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,7 @@ class Config:
         parameters: an instance of ``plugin.parameters``.
         settings: what algorithms must respect.
         listen_fd: an inherited listening socket for rank 0, from a launcher.
+        trace_dir: where flight records are written; None for nowhere.
     """
 
     scheme: str
@@ -85,6 +89,7 @@ class Config:
     parameters: Any
     settings: Settings
     listen_fd: int | None = None
+    trace_dir: Path | None = None
 
     @property
     def redacted_url(self) -> str:
@@ -146,6 +151,7 @@ def resolve(
         ("rank", "RUDA_RANK"),
         ("world_size", "RUDA_WORLD_SIZE"),
         ("timeout", "RUDA_TIMEOUT"),
+        ("trace_dir", "RUDA_TRACE_DIR"),
     ):
         if environ.get(variable):
             raw[key] = environ[variable]
@@ -187,6 +193,7 @@ def resolve(
         parameters=specific,
         settings=Settings(algorithm=shared.algorithm, order=shared.order),
         listen_fd=listen_fd,
+        trace_dir=shared.trace_dir,
     )
 
 

@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 from . import communicator as _async
 from .background import BackgroundLoop, Work
 from .errors import CommunicatorClosedError, RudaError
+from .node import Node
+from .observe.recorder import Stats
 from .operations import AsyncOperations
 from .sync_operations import Operations
 
@@ -92,9 +94,22 @@ class Communicator(Operations):
         """Whether calls are refused since `close` or `abort` was called here."""
         return self._inner.closed
 
-    def stats(self) -> dict[str, Any]:
+    @property
+    def node(self) -> Node:
+        """As `AsyncCommunicator.node`."""
+        return self._inner.node
+
+    def stats(self) -> Stats:
         """As `AsyncCommunicator.stats`."""
         return self._inner.stats()
+
+    def flight_record(self) -> dict[str, Any]:
+        """As `AsyncCommunicator.flight_record`."""
+        return self._inner.flight_record()
+
+    def last_failure(self) -> dict[str, Any] | None:
+        """As `AsyncCommunicator.last_failure`."""
+        return self._inner.last_failure()
 
     def describe(self) -> dict[str, Any]:
         """As `AsyncCommunicator.describe`."""
