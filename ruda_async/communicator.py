@@ -8,23 +8,23 @@ from time import monotonic
 from types import TracebackType
 from typing import Any, TypeVar
 
+from . import growth
 from .channel import Channel
 from .collectives.operation import Settings
 from .collectives.request import Request
 from .collectives.selector import choose, known_algorithms
 from .collectives.split import Split
 from .config import Config, resolve
-from .errors import CommunicatorClosedError, ConfigError
+from .errors import CommunicatorClosedError, ConfigError, RudaError
 from .node import Node
 from .observe import signals
 from .observe.recorder import Stats
+from .opening import open_transport
 from .operations import AsyncOperations
 from .point_to_point import PointToPoint
 from .recovery import Recovery
-from .rendezvous import meet
 from .tags import channel_id
 from .transport.base import Transport
-from .transport.job import Job
 
 __all__ = ["AsyncCommunicator", "connect", "open_transport"]
 
@@ -237,6 +237,106 @@ class AsyncCommunicator(AsyncOperations):
             )
         )
 
+    async def grow(
+        self, n: int = 1, *, url: str | None = None, timeout: float | None = None
+    ) -> AsyncCommunicator:
+        """A communicator of these ranks and `n` new ones, which call ``connect(url, join=True)``.
+
+        Every rank of this communicator has to call it. The ranks of this communicator keep their numbers;
+        the new ones follow, in the order in which they came. All ranks make new links, and channels
+        start afresh. This communicator stays as it is; both are to be closed.
+
+        Args:
+            n: the number of new ranks.
+            url: where they come; by default the job's own URL. Rank 0 of this communicator listens there,
+                so where its machine is not the one that the job's URL names, it has to be given. What
+                other ranks give is not used.
+            timeout: seconds for the new ranks to come; to link up may take 15 more.
+
+        Raises:
+            TensorContractError: `n` is no number of ranks.
+            CollectiveTimeoutError: too few came in time, or did not link up.
+            PeerLostError: a new rank died while it joined, or a member did. In each case this
+                communicator works as before, where no member died.
+            ConfigError: rank 0 cannot listen at the URL.
+        """
+        sequence = self._channel.next
+        await self._call(growth.Grow(n), timeout)
+        seconds = self._timeout if timeout is None else timeout
+        members = self._channel.members
+        side = self._derive(
+            self._node.open_channel(
+                channel_id(self._channel.id, "grow", sequence), f"{self.name}/grow{sequence}", members
+            )
+        )
+        try:
+            if self.rank == 0:
+                return await self._lead_growth(n, url, seconds, side)
+            told = await side.broadcast_object(None, 0, timeout=seconds + growth.LINK_SECONDS)
+            if "error" in told:
+                raise growth.from_outcome(told, 0)
+            invitation = growth.Invitation(rank=self.rank, **told)
+            return await self._meet_grown(invitation.apply(self._node.home), side)
+        finally:
+            await side.close()
+
+    async def _lead_growth(
+        self, n: int, url: str | None, seconds: float, side: AsyncCommunicator
+    ) -> AsyncCommunicator:
+        """Let newcomers in, tell everyone where to meet, and meet."""
+        home = self._node.home
+        size = self.world_size + n
+        links: list[Transport] = []
+        listener = None
+        try:
+            try:
+                if url is not None:
+                    place = resolve(url, rank=0, world_size=size, secret=home.secret)
+                    home = replace(home, host=place.host, port=place.port, ports=(), name=place.name)
+                    home = replace(home, listen_fd=None)
+                links = await growth.admit(home, n, monotonic() + seconds)
+                name, listener = await growth.listen(home)
+            except RudaError as error:
+                await side.broadcast_object(growth.as_outcome(error), 0)
+                raise
+            port = None if listener is None else listener.getsockname()[1]
+            place_told = {"name": name, "world_size": size, "host": home.host, "port": port}
+            await side.broadcast_object(place_told, 0)
+            await growth.told(links, self.world_size, size, name, port)
+            links = []
+            invitation = growth.Invitation(rank=0, **place_told)
+            descriptor = None if listener is None else listener.fileno()
+            return await self._meet_grown(invitation.apply(home, descriptor), side)
+        finally:
+            for link in links:
+                link.abort("grow() failed")
+            if listener is not None:
+                listener.close()
+
+    async def _meet_grown(self, grown: Config, side: AsyncCommunicator) -> AsyncCommunicator:
+        """Meet the new ranks; the members agree on whether all of them succeeded."""
+        found: AsyncCommunicator | None = None
+        failure: RudaError | None = None
+        settings = replace(self._settings, max_bytes=None)
+        try:
+            try:
+                found = await _grown(grown, self._node.home, settings, self._timeout)
+            except RudaError as error:
+                failure = error
+            told = None if failure is None else growth.as_outcome(failure)
+            outcomes = await side.all_gather_object(told, timeout=3 * growth.LINK_SECONDS)
+            bad = next((rank for rank, outcome in enumerate(outcomes) if outcome is not None), None)
+            if failure is None and bad is not None:
+                failure = growth.from_outcome(outcomes[bad], bad)
+            if failure is not None:
+                raise failure
+        except BaseException:
+            if found is not None:
+                await found.close()
+            raise
+        assert found is not None
+        return found
+
     def _derive(self, channel: Channel, settings: Settings | None = None) -> AsyncCommunicator:
         return AsyncCommunicator(
             channel, settings or self._settings, self._timeout, self._recovery, owner=False
@@ -298,6 +398,7 @@ def connect(
     rank: int | None = None,
     world_size: int | None = None,
     timeout: float | None = None,
+    join: bool = False,
     **options: Any,
 ) -> _Connecting:
     """Join a job; ``await connect(…)`` or ``async with connect(…) as comm``.
@@ -307,6 +408,8 @@ def connect(
             which reads what torchrun, mpiexec or Slurm set.
         rank, world_size: this rank and the number of ranks, where the URL or environment do not say.
         timeout: seconds for joining, and the default for every call; 300 where nothing says otherwise.
+        join: come to a running job, whose members call `AsyncCommunicator.grow`; rank and world size
+            follow from that.
         options: `algorithm`, `order`, `secret`, and the transport's own parameters; they win over the URL.
 
     Raises:
@@ -316,34 +419,38 @@ def connect(
         AuthenticationError: the ranks do not share one secret.
     """
     signals.from_environment()
-    return _Connecting(url, {"rank": rank, "world_size": world_size, "timeout": timeout, **options})
-
-
-async def open_transport(config: Config) -> Transport:
-    """Join the job with the configured plugin; its transport, linked to all ranks."""
-    job = Job(
-        name=config.name,
-        rank=config.rank,
-        world_size=config.world_size,
-        host=config.host,
-        port=config.port,
-        parameters=config.parameters,
-        secret=config.secret,
-        deadline=monotonic() + config.timeout,
-        timeout=config.timeout,
-        ports=config.ports,
-        listen_fd=config.listen_fd,
-        rendezvous=meet,
-    )
-    return await config.plugin.connect(job)
+    return _Connecting(url, {"rank": rank, "world_size": world_size, "timeout": timeout, "join": join or None, **options})
 
 
 async def _connect(config: Config) -> AsyncCommunicator:
     algorithm = config.settings.algorithm
     if algorithm is not None and algorithm not in known_algorithms():
         raise ConfigError(f"algorithm={algorithm!r} is not known; there are {', '.join(known_algorithms())}")
-    node = Node(await open_transport(config), config)
+    if not config.join:
+        return _communicator(await open_transport(config), config, config, config.settings, config.timeout)
+    grown = await growth.knock(config)
+    return await _grown(grown, config, config.settings, config.timeout)
+
+
+def _communicator(
+    transport: Transport, config: Config, home: Config, settings: Settings, timeout: float
+) -> AsyncCommunicator:
+    """The communicator of all ranks of a transport, which it owns."""
+    node = Node(transport, config, home)
     node.start()
-    members = tuple(range(config.world_size))
-    channel = node.open_channel(channel_id(0, "main"), "main", members)
-    return AsyncCommunicator(channel, config.settings, config.timeout, Recovery(node), owner=True)
+    channel = node.open_channel(channel_id(0, "main"), "main", tuple(range(config.world_size)))
+    return AsyncCommunicator(channel, settings, timeout, Recovery(node), owner=True)
+
+
+async def _grown(grown: Config, home: Config, settings: Settings, timeout: float) -> AsyncCommunicator:
+    """Meet the others of a grown job, and see that all are linked."""
+    communicator = _communicator(await open_transport(grown), grown, home, settings, timeout)
+    try:
+        linked = communicator.channel("grown")
+        await linked.barrier(timeout=growth.LINK_SECONDS)
+        await linked.close()
+    except BaseException:
+        communicator.abort("the grown job did not come about")
+        await communicator.close()
+        raise
+    return communicator

@@ -57,9 +57,11 @@ def live_nodes() -> list[Node]:
 class Node:
     """One rank's end of a job. Bound to one event loop and one process."""
 
-    def __init__(self, transport: Transport, config: Config) -> None:
+    def __init__(self, transport: Transport, config: Config, home: Config) -> None:
         self.transport = transport
         self.config = config
+        #: As the user gave it: where new ranks come to. A grown job meets elsewhere.
+        self.home = home
         self.capabilities: Capabilities = transport.capabilities
         self.loop = asyncio.get_running_loop()
         self.recorder = Recorder()

@@ -22,10 +22,10 @@ from ..errors import ConfigError
 from ..transport.job import Job, Meeting
 from .guest import Guest
 from .host import Host
-from .records import MAX_PAYLOAD
+from .records import MAX_PAYLOAD, OtherJobError
 from .sockets import Address
 
-__all__ = ["MAX_PAYLOAD", "Meeting", "exchange", "meet"]
+__all__ = ["MAX_PAYLOAD", "Meeting", "OtherJobError", "exchange", "meet"]
 
 _MAX_NAME = 1024
 

@@ -1,0 +1,322 @@
+"""Taking new ranks into a running job: what `grow` and ``connect(join=True)`` do.
+
+A transport has a fixed set of ranks, so a job grows by making a new one, in two steps.
+
+*Admission.* The lowest member listens where the job's URL says, as rank 0 of a job of two ranks, again and
+again, and each newcomer comes there as rank 1. So newcomers are met, and prove the secret, as all ranks do,
+on every transport alike; and over the link that results they get their ticket: their rank, and where the
+grown job meets.
+
+*Meeting.* Members and newcomers then meet as any job does, under a fresh name (and, on a network, at a fresh
+port of the lowest member, which it holds open already), and link up, all with all. The members' old links
+stay as they were, and carry the agreement on whether it went well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from dataclasses import replace
+from time import monotonic
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgpack
+
+from . import errors
+from .collectives.movement import agreed
+from .collectives.objects import AllGatherObject
+from .errors import (
+    CollectiveTimeoutError,
+    ConfigError,
+    PeerLostError,
+    ProtocolError,
+    RudaError,
+    TensorContractError,
+)
+from .opening import open_transport
+from .rendezvous import OtherJobError, meet
+from .tags import CONTROL_TAG
+from .transport.registry import is_network
+
+if TYPE_CHECKING:
+    from .collectives.operation import Settings
+    from .config import Config
+    from .transport.base import Transport
+    from .transport.job import Job, Meeting
+
+__all__ = ["LINK_SECONDS", "Grow", "Invitation", "admit", "knock", "listen", "told"]
+
+#: Seconds for the steps that need no newcomer to come any more.
+LINK_SECONDS = 15.0
+_MAX_TICKET = 4096
+_FIRST_PAUSE, _LAST_PAUSE = 0.02, 0.2
+
+
+class Grow(AllGatherObject):
+    """The call by which members agree to take in `count` ranks."""
+
+    __slots__ = ("_count",)
+
+    operation = "grow"
+
+    def __init__(self, count: int) -> None:
+        super().__init__(None)
+        self._count = count
+
+    def prepare(self, rank: int, size: int, settings: Settings) -> bytes:
+        """Check the number; see `collectives.request.Request`.
+
+        Raises:
+            TensorContractError: it is none from 1 on.
+        """
+        count = self._count
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise TensorContractError(f"grow: n={count!r} is not a number of ranks from 1 on")
+        super().prepare(rank, size, settings)
+        return agreed("grow", "", None, settings.algorithm, settings.max_bytes, (("n", count),))
+
+
+class Invitation(NamedTuple):
+    """Where and as what a rank joins the grown job.
+
+    Attributes:
+        name: the grown job's name.
+        rank, world_size: this rank's place in it.
+        host, port: where it meets, on a network.
+    """
+
+    name: str
+    rank: int
+    world_size: int
+    host: str | None
+    port: int | None
+
+    def pack(self) -> bytes:
+        """As a message."""
+        packed: bytes = msgpack.packb(list(self))
+        return packed
+
+    @classmethod
+    def unpack(cls, data: bytes | bytearray) -> Invitation:
+        """Check a message that came from the network.
+
+        Raises:
+            ProtocolError: it is no invitation.
+        """
+        try:
+            ticket = cls(*msgpack.unpackb(data, max_str_len=2048, max_array_len=8))
+            numbers = type(ticket.rank) is int and type(ticket.world_size) is int
+            if type(ticket.name) is not str or not numbers or not 0 < ticket.rank < ticket.world_size:
+                raise ValueError
+            if not isinstance(ticket.host, str | None) or not isinstance(ticket.port, int | None):
+                raise ValueError
+        except (ValueError, TypeError, msgpack.UnpackException):
+            raise ProtocolError("the member that takes newcomers in sent no valid invitation") from None
+        return ticket
+
+    def apply(self, config: Config, listen_fd: int | None = None) -> Config:
+        """The configuration with which a rank of `config` meets the others."""
+        return replace(
+            config,
+            name=self.name,
+            rank=self.rank,
+            world_size=self.world_size,
+            host=self.host,
+            port=self.port,
+            ports=(),
+            listen_fd=listen_fd,
+            timeout=LINK_SECONDS,
+        )
+
+
+def _admission(config: Config, rank: int, deadline: float) -> Config:
+    """The job of two in which a newcomer and the lowest member meet."""
+    return replace(
+        config,
+        name=f"{config.name}/join",
+        rank=rank,
+        world_size=2,
+        timeout=max(deadline - monotonic(), 0.001),
+        listen_fd=config.listen_fd if rank == 0 else None,
+    )
+
+
+# ---------------------------------------------------------------------- the lowest member
+
+
+async def admit(config: Config, count: int, deadline: float) -> list[Transport]:
+    """Let `count` newcomers in; a link to each, in the order in which they came.
+
+    Args:
+        config: where newcomers knock.
+        deadline: `time.monotonic` seconds.
+
+    Raises:
+        CollectiveTimeoutError: too few came in time.
+        ConfigError: this process cannot listen there.
+    """
+    links: list[Transport] = []
+    watches: dict[asyncio.Task[None], Transport] = {}
+    why = ""
+    try:
+        while True:
+            for watch in [w for w in watches if w.done()]:  # it died while the others came
+                links.remove(lost := watches.pop(watch))
+                lost.abort("the newcomer is gone")
+            if len(links) == count:
+                return links
+            if monotonic() >= deadline:
+                raise CollectiveTimeoutError(
+                    f"grow: {len(links)} of {count} new ranks came to {_place(config)} in time; start them "
+                    f"with connect(url, join=True) and this job's secret, or raise timeout={why}"
+                )
+            try:
+                link = await _admit_one(config, deadline)
+            except CollectiveTimeoutError as error:
+                why = f" ({error})"
+                continue
+            except (PeerLostError, TimeoutError) as error:
+                why = f" ({error})" if str(error) else ""
+                continue
+            links.append(link)
+            watches[asyncio.ensure_future(_until_lost(link))] = link
+    except BaseException:
+        for link in links:
+            link.abort("grow() failed")
+        raise
+    finally:
+        for watch in watches:
+            watch.cancel()
+        await asyncio.gather(*watches, return_exceptions=True)
+
+
+async def _admit_one(config: Config, deadline: float) -> Transport:
+    """A link to the next newcomer. One that dies between meeting and linking up does not take all the time."""
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout_at(loop.time() + max(deadline - monotonic(), 0) + 2) as limit:
+
+        async def meeting(job: Job, payload: bytes, address: Any) -> Meeting:
+            found = await meet(job, payload, address)
+            limit.reschedule(loop.time() + LINK_SECONDS / 3)
+            return found
+
+        return await open_transport(_admission(config, 0, deadline), meeting)
+
+
+async def _until_lost(link: Transport) -> None:
+    """A newcomer says nothing; so what comes is that it is gone."""
+    try:
+        await link.probe(1, CONTROL_TAG)
+    except RudaError:
+        pass
+
+
+async def told(links: list[Transport], first: int, world_size: int, name: str, port: int | None) -> None:
+    """Give each newcomer its ticket, and end the links. One that died meanwhile misses the meeting."""
+    for rank, link in enumerate(links, start=first):
+        ticket = Invitation(name, rank, world_size, None, port).pack()
+        try:
+            async with asyncio.timeout(LINK_SECONDS / 3):
+                await link.send(1, CONTROL_TAG, (memoryview(ticket),))
+        except (RudaError, TimeoutError):
+            pass
+    await asyncio.gather(*(link.close() for link in links))
+
+
+async def listen(config: Config) -> tuple[str, socket.socket | None]:
+    """A fresh name for the grown job, and on a network an open port at this process."""
+    name = f"{config.name.partition('#')[0]}#{secrets.token_hex(4)}"
+    if not is_network(config.plugin):
+        return name, None
+    host = config.host or "127.0.0.1"
+    loop = asyncio.get_running_loop()
+    try:
+        (family, _, _, _, address), *_ = await loop.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.bind(address)
+            listener.listen(128)
+        except BaseException:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"grow: the lowest member cannot listen on {host!r} ({error.strerror or error}); give grow(url=…) "
+            "with an address of its machine, and newcomers the same"
+        ) from None
+    return name, listener
+
+
+# ---------------------------------------------------------------------- a newcomer
+
+
+async def knock(config: Config) -> Config:
+    """Come to a running job and wait to be taken in; the configuration of this rank in the grown job.
+
+    Raises:
+        CollectiveTimeoutError: no `grow` took this process in before the deadline.
+        AuthenticationError: the job has another secret.
+        ConfigError: the address cannot be used.
+    """
+    deadline = monotonic() + config.timeout
+    pause = _FIRST_PAUSE
+    why: RudaError | None = None
+    while monotonic() < deadline:
+        try:
+            link = await open_transport(_admission(config, 1, deadline))
+        except ConfigError as error:
+            # Another newcomer is being let in, or the job itself still meets there.
+            if error.rank != 1 and not isinstance(error, OtherJobError):
+                raise
+            why = error
+        except (CollectiveTimeoutError, PeerLostError) as error:
+            why = error
+        else:
+            try:
+                async with asyncio.timeout(deadline - monotonic()):
+                    ticket = await _receive(link)
+                return ticket._replace(host=config.host).apply(config)
+            except PeerLostError as error:
+                why = error  # that grow() failed, and another may follow
+            except TimeoutError:
+                why = None
+            finally:
+                await link.close()
+        await asyncio.sleep(min(pause, max(deadline - monotonic(), 0)))
+        pause = min(2 * pause, _LAST_PAUSE)
+    raise CollectiveTimeoutError(
+        f"no job at {_place(config)} took this process in within timeout={config.timeout:g} s"
+        + (f" ({why})" if why is not None else "")
+        + "; every member has to call grow(), with room for this process"
+    ) from None
+
+
+async def _receive(link: Transport) -> Invitation:
+    envelope = await link.probe(0, CONTROL_TAG)
+    if envelope.nbytes > _MAX_TICKET:
+        raise ProtocolError(f"an invitation of {envelope.nbytes} bytes", rank=0)
+    data = bytearray(envelope.nbytes)
+    await link.recv_into(0, CONTROL_TAG, (memoryview(data),), envelope.head)
+    return Invitation.unpack(data)
+
+
+def _place(config: Config) -> str:
+    host = config.host or ("127.0.0.1" if is_network(config.plugin) else "")
+    return f"{config.scheme}://{host}{f':{config.port}' if config.port else ''}/{config.name}"
+
+
+# ---------------------------------------------------------------------- errors between members
+
+
+def as_outcome(error: RudaError) -> dict[str, Any]:
+    """What the lowest member tells the others of its failure."""
+    return {"error": type(error).__name__, "text": str(error)}
+
+
+def from_outcome(outcome: dict[str, Any], lead: int) -> RudaError:
+    """The error that the lowest member told of."""
+    kind = getattr(errors, str(outcome.get("error")), RudaError)
+    if not (isinstance(kind, type) and issubclass(kind, RudaError)):
+        kind = RudaError
+    return kind(str(outcome.get("text")), rank=lead)
