@@ -275,7 +275,7 @@ class AsyncCommunicator(AsyncOperations):
             told = await side.broadcast_object(None, 0, timeout=seconds + growth.LINK_SECONDS)
             if "error" in told:
                 raise growth.from_outcome(told, 0)
-            invitation = growth.Invitation(rank=self.rank, **told)
+            invitation = growth.Invitation(**told)._replace(rank=self.rank)
             return await self._meet_grown(invitation.apply(self._node.home), side)
         finally:
             await side.close()
@@ -300,11 +300,10 @@ class AsyncCommunicator(AsyncOperations):
                 await side.broadcast_object(growth.as_outcome(error), 0)
                 raise
             port = None if listener is None else listener.getsockname()[1]
-            place_told = {"name": name, "world_size": size, "host": home.host, "port": port}
-            await side.broadcast_object(place_told, 0)
-            await growth.told(links, self.world_size, size, name, port)
+            invitation = growth.Invitation(name, 0, size, home.host, port)
+            await side.broadcast_object(invitation._asdict(), 0)
+            await growth.invite(links, self.world_size, invitation)
             links = []
-            invitation = growth.Invitation(rank=0, **place_told)
             descriptor = None if listener is None else listener.fileno()
             return await self._meet_grown(invitation.apply(home, descriptor), side)
         finally:
@@ -419,7 +418,9 @@ def connect(
         AuthenticationError: the ranks do not share one secret.
     """
     signals.from_environment()
-    return _Connecting(url, {"rank": rank, "world_size": world_size, "timeout": timeout, "join": join or None, **options})
+    return _Connecting(
+        url, {"rank": rank, "world_size": world_size, "timeout": timeout, "join": join or None, **options}
+    )
 
 
 async def _connect(config: Config) -> AsyncCommunicator:

@@ -2,9 +2,9 @@
 
 ``scheme://[host[:port]][/job]?parameter=value&…``, where a parameter is one of `CommonParameters` or the
 transport's own. Keyword arguments win over the URL, the URL over the environment (``RUDA_RANK``,
-``RUDA_WORLD_SIZE``, ``RUDA_TIMEOUT``, ``RUDA_TRACE_DIR``, ``RUDA_SECRET``, ``RUDA_SECRET_FILE``). Without a URL it is
-``RUDA_URL``, else ``env://``, which takes rank, world size and meeting place from the launcher (see
-`ruda_async.environment`).
+``RUDA_WORLD_SIZE``, ``RUDA_TIMEOUT``, ``RUDA_TRACE_DIR``, ``RUDA_SECRET``, ``RUDA_SECRET_FILE``).
+Without a URL it is ``RUDA_URL``, else ``env://``, which takes rank, world size and meeting place from the
+launcher (see `ruda_async.environment`).
 
 Every mistake is a `ConfigError` of one line that names the value and the remedy.
 """

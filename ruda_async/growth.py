@@ -4,7 +4,7 @@ A transport has a fixed set of ranks, so a job grows by making a new one, in two
 
 *Admission.* The lowest member listens where the job's URL says, as rank 0 of a job of two ranks, again and
 again, and each newcomer comes there as rank 1. So newcomers are met, and prove the secret, as all ranks do,
-on every transport alike; and over the link that results they get their ticket: their rank, and where the
+on every transport alike; and over the link that results they get their invitation: their rank, and where the
 grown job meets.
 
 *Meeting.* Members and newcomers then meet as any job does, under a fresh name (and, on a network, at a fresh
@@ -35,7 +35,7 @@ from .errors import (
     TensorContractError,
 )
 from .opening import open_transport
-from .rendezvous import OtherJobError, meet
+from .rendezvous import OtherJobError, meet, visit
 from .tags import CONTROL_TAG
 from .transport.registry import is_network
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from .transport.base import Transport
     from .transport.job import Job, Meeting
 
-__all__ = ["LINK_SECONDS", "Grow", "Invitation", "admit", "knock", "listen", "told"]
+__all__ = ["LINK_SECONDS", "Grow", "Invitation", "admit", "invite", "knock", "listen"]
 
 #: Seconds for the steps that need no newcomer to come any more.
 LINK_SECONDS = 15.0
@@ -192,7 +192,7 @@ async def admit(config: Config, count: int, deadline: float) -> list[Transport]:
 
 
 async def _admit_one(config: Config, deadline: float) -> Transport:
-    """A link to the next newcomer. One that dies between meeting and linking up does not take all the time."""
+    """A link to the next newcomer. One that dies between meeting and linking up is not waited for long."""
     loop = asyncio.get_running_loop()
     async with asyncio.timeout_at(loop.time() + max(deadline - monotonic(), 0) + 2) as limit:
 
@@ -212,10 +212,10 @@ async def _until_lost(link: Transport) -> None:
         pass
 
 
-async def told(links: list[Transport], first: int, world_size: int, name: str, port: int | None) -> None:
-    """Give each newcomer its ticket, and end the links. One that died meanwhile misses the meeting."""
+async def invite(links: list[Transport], first: int, invitation: Invitation) -> None:
+    """Give each newcomer its invitation, and end the links. One that died meanwhile misses the meeting."""
     for rank, link in enumerate(links, start=first):
-        ticket = Invitation(name, rank, world_size, None, port).pack()
+        ticket = invitation._replace(rank=rank, host=None).pack()
         try:
             async with asyncio.timeout(LINK_SECONDS / 3):
                 await link.send(1, CONTROL_TAG, (memoryview(ticket),))
@@ -242,8 +242,8 @@ async def listen(config: Config) -> tuple[str, socket.socket | None]:
             raise
     except OSError as error:
         raise ConfigError(
-            f"grow: the lowest member cannot listen on {host!r} ({error.strerror or error}); give grow(url=…) "
-            "with an address of its machine, and newcomers the same"
+            f"grow: the lowest member cannot listen on {host!r} ({error.strerror or error}); give "
+            "grow(url=…) with an address of its machine, and newcomers the same"
         ) from None
     return name, listener
 
@@ -264,7 +264,7 @@ async def knock(config: Config) -> Config:
     why: RudaError | None = None
     while monotonic() < deadline:
         try:
-            link = await open_transport(_admission(config, 1, deadline))
+            link = await open_transport(_admission(config, 1, deadline), visit)
         except ConfigError as error:
             # Another newcomer is being let in, or the job itself still meets there.
             if error.rank != 1 and not isinstance(error, OtherJobError):

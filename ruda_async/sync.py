@@ -33,9 +33,9 @@ _open: weakref.WeakSet[Communicator] = weakref.WeakSet()
 class Communicator(Operations):
     """A group of ranks that make blocking collective calls together.
 
-    Made by `connect`, and from another communicator by `channel`, `split`, `bounded`, `shrink` and `grow`. A
-    context manager. Satisfies every synchronous protocol of `ruda_async.traits`. Threads may call at once, each
-    best on a channel of its own, since calls of one channel match by order.
+    Made by `connect`, and from another communicator by `channel`, `split`, `bounded`, `shrink` and `grow`.
+    A context manager. Satisfies every synchronous protocol of `ruda_async.traits`. Threads may call at
+    once, each best on a channel of its own, since calls of one channel match by order.
 
     Attributes:
         rank, world_size: this rank, and the number of ranks.

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import IO, cast
 
 from ..errors import ConfigError
-from ..observe.signals import VARIABLE as TRACE_SIGNAL
 from .output import Lines, Screen, Source
 from .plan import Plan, prepare
 from .terminal import binary_stream, is_terminal, relay_terminal
@@ -220,7 +219,7 @@ class _Launcher:
         listener = self._plan.listener if rank == 0 else None
         fd = None if listener is None else listener.fileno()
         environ = {**os.environ, **self._plan.variables(rank, fd), "PYTHONUNBUFFERED": "1"}
-        environ[TRACE_SIGNAL] = "1"  # SIGUSR2 makes a rank write its flight record
+        environ["RUDA_TRACE_SIGNAL"] = "1"  # SIGUSR2 makes a rank write its flight record
         if self._trace_dir is not None:
             environ["RUDA_TRACE_DIR"] = str(self._trace_dir)
         relay = rank == 0 and is_terminal(sys.stdin)

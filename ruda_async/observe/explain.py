@@ -4,7 +4,7 @@ A rank *waits* in a call that was in flight when its record was taken, or that e
 rank. It waits for the members that have not entered that call: those whose own record says so, and those
 that left no record and that nobody in the call had heard of. Follow the waiting from rank to rank, and it
 ends at a rank that waits for nobody: that is where to look. Where it ends nowhere, ranks wait for each
-other in a circle, since they made the same calls in different orders.
+other in a circle, since they made their calls in different orders; the one that most wait for is named.
 """
 
 from __future__ import annotations
@@ -224,7 +224,9 @@ def _conclude(
             if rank in dead:
                 reasons.append(f"rank {rank} (lost)")
             elif rank not in by_rank:
-                reasons.append(f"rank {rank} (no record: it stands still, is gone, or its record is not here)")
+                reasons.append(
+                    f"rank {rank} (no record: it stands still, is gone, or its record is not here)"
+                )
             else:
                 reasons.append(f"rank {rank}")
         return tuple(ends), "look first at " + ", ".join(reasons)
@@ -233,10 +235,14 @@ def _conclude(
         chain = ", ".join(
             f"rank {a} for rank {b}" for a, b in zip(circle, [*circle[1:], circle[0]], strict=True)
         )
-        return tuple(sorted(circle)), (
-            f"they wait in a circle: {chain}; these ranks make their calls in different orders"
-        )
-    return (), "nobody waits for a rank that has not come" if not waits else "every rank is in the call it should be"
+        text = f"they wait in a circle: {chain}; these ranks make their calls in different orders"
+        awaited_by = {rank: sum(rank in others for others in waits.values()) for rank in awaited}
+        most = max(awaited_by.values())
+        outvoted = tuple(sorted(rank for rank, count in awaited_by.items() if count == most))
+        if len(outvoted) < len(awaited):
+            return outvoted, f"{text}; look first at {_ranks(outvoted)}, for which {most} wait"
+        return tuple(sorted(circle)), text
+    return (), "nobody waits for a rank that has not come"
 
 
 def _circle(waits: dict[int, set[int]]) -> list[int]:

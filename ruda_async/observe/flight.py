@@ -207,13 +207,13 @@ def _write_quietly(snapshot: Snapshot, folder: Path) -> None:
     except OSError as error:
         log.error("rank %d: no flight record in %s: %s", snapshot.rank, folder, error, extra=fields)
     else:
-        log.warning(
-            "rank %d: flight record in %s (%s)", snapshot.rank, path, snapshot.reason, extra=fields
-        )
+        log.warning("rank %d: flight record in %s (%s)", snapshot.rank, path, snapshot.reason, extra=fields)
 
 
 def dump(
-    communicator: AsyncCommunicator | Communicator, folder: str | Path | None = None, reason: str = "asked for"
+    communicator: AsyncCommunicator | Communicator,
+    folder: str | Path | None = None,
+    reason: str = "asked for",
 ) -> Path:
     """Write this rank's flight record now; the file's path. May be called from any thread.
 

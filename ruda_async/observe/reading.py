@@ -100,7 +100,7 @@ def _read(path: Path) -> Record:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-        raise ConfigError(f"{path} is no flight record; they have \"format\": {FORMAT!r}")
+        raise ConfigError(f'{path} is no flight record; they have "format": {FORMAT!r}')
     if raw.get("version") != VERSION:
         raise ConfigError(
             f"{path} is a flight record of version {raw.get('version')!r}, and this ruda-async reads "

@@ -208,7 +208,13 @@ class Recorder:
         self.ring.append(
             (
                 *(call.channel.label, call.sequence, call.name, call.head, call.started, monotonic()),
-                *(call.sent, call.received, type(error).__name__, str(error)[:_MAX_TEXT], tuple(sorted(call.present))),
+                *(
+                    call.sent,
+                    call.received,
+                    type(error).__name__,
+                    str(error)[:_MAX_TEXT],
+                    tuple(sorted(call.present)),
+                ),
             )
         )
         tally = self.tallies.get(call.name)

@@ -163,7 +163,9 @@ async def test_a_timeout_leaves_a_record_in_memory() -> None:
             await asyncio.sleep(0)
         assert "0.3 s" in record["reason"]
         if comm.rank == 0:
-            (late,) = [c for c in record["operations"] if c["operation"] == "barrier" and c["channel_name"] == "main"]
+            (late,) = [
+                c for c in record["operations"] if c["operation"] == "barrier" and c["channel_name"] == "main"
+            ]
             assert late["missing"] == [1]
 
     await run_ranks(2, body)
