@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Generator
 from dataclasses import replace
 from time import monotonic
@@ -17,6 +18,7 @@ from .collectives.split import Split
 from .config import Config, resolve
 from .errors import CommunicatorClosedError, ConfigError, RudaError
 from .node import Node
+from .notices import Failure
 from .observe import signals
 from .observe.recorder import Stats
 from .opening import open_transport
@@ -269,48 +271,69 @@ class AsyncCommunicator(AsyncOperations):
                 channel_id(self._channel.id, "grow", sequence), f"{self.name}/grow{sequence}", members
             )
         )
+        # Open on rank 0 from the start, so that it notices when a member cannot go on.
+        hold = side.channel("hold")
         try:
             if self.rank == 0:
-                return await self._lead_growth(n, url, seconds, side)
-            told = await side.broadcast_object(None, 0, timeout=seconds + growth.LINK_SECONDS)
+                return await self._lead_growth(n, url, seconds, side, hold)
+            try:
+                told = await side.broadcast_object(None, 0, timeout=seconds + growth.LINK_SECONDS)
+            except asyncio.CancelledError:
+                hold._give_up("its grow() was cancelled")
+                raise
             if "error" in told:
                 raise growth.from_outcome(told, 0)
+            await hold.barrier(timeout=growth.LINK_SECONDS)
             invitation = growth.Invitation(**told)._replace(rank=self.rank)
             return await self._meet_grown(invitation.apply(self._node.home), side)
         finally:
+            await hold.close()
             await side.close()
 
     async def _lead_growth(
-        self, n: int, url: str | None, seconds: float, side: AsyncCommunicator
+        self, n: int, url: str | None, seconds: float, side: AsyncCommunicator, hold: AsyncCommunicator
     ) -> AsyncCommunicator:
         """Let newcomers in, tell everyone where to meet, and meet."""
         home = self._node.home
-        size = self.world_size + n
         links: list[Transport] = []
         listener = None
+        holding = asyncio.ensure_future(hold.barrier(timeout=seconds + 2 * growth.LINK_SECONDS))
         try:
             try:
                 if url is not None:
-                    place = resolve(url, rank=0, world_size=size, secret=home.secret)
-                    home = replace(home, host=place.host, port=place.port, ports=(), name=place.name)
-                    home = replace(home, listen_fd=None)
-                links = await growth.admit(home, n, monotonic() + seconds)
+                    place = resolve(url, rank=0, world_size=2, secret=home.secret)
+                    home = replace(
+                        home, host=place.host, port=place.port, ports=(), name=place.name, listen_fd=None
+                    )
+                links = await growth.admit(home, n, monotonic() + seconds, holding)
                 name, listener = await growth.listen(home)
+            except asyncio.CancelledError:
+                side._give_up("its grow() was cancelled")
+                raise
             except RudaError as error:
-                await side.broadcast_object(growth.as_outcome(error), 0)
+                if not holding.done():  # else the members know
+                    await side.broadcast_object(growth.as_outcome(error), 0)
                 raise
             port = None if listener is None else listener.getsockname()[1]
-            invitation = growth.Invitation(name, 0, size, home.host, port)
+            invitation = growth.Invitation(name, 0, self.world_size + n, home.host, port)
             await side.broadcast_object(invitation._asdict(), 0)
+            await holding
             await growth.invite(links, self.world_size, invitation)
             links = []
             descriptor = None if listener is None else listener.fileno()
             return await self._meet_grown(invitation.apply(home, descriptor), side)
         finally:
+            holding.cancel()
+            await asyncio.gather(holding, return_exceptions=True)
             for link in links:
                 link.abort("grow() failed")
             if listener is not None:
                 listener.close()
+
+    def _give_up(self, reason: str) -> None:
+        """Fail the next call of this channel on all ranks, in place of making it."""
+        channel = self._channel
+        self._node.announce(channel, channel.next, Failure("cancelled", self.rank, reason))
 
     async def _meet_grown(self, grown: Config, side: AsyncCommunicator) -> AsyncCommunicator:
         """Meet the new ranks; the members agree on whether all of them succeeded."""

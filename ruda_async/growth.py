@@ -145,17 +145,34 @@ def _admission(config: Config, rank: int, deadline: float) -> Config:
 # ---------------------------------------------------------------------- the lowest member
 
 
-async def admit(config: Config, count: int, deadline: float) -> list[Transport]:
+async def admit(
+    config: Config, count: int, deadline: float, members: asyncio.Future[None]
+) -> list[Transport]:
     """Let `count` newcomers in; a link to each, in the order in which they came.
 
     Args:
         config: where newcomers knock.
         deadline: `time.monotonic` seconds.
+        members: done, with an error, when some member cannot go on.
 
     Raises:
         CollectiveTimeoutError: too few came in time.
         ConfigError: this process cannot listen there.
+        PeerLostError, CollectiveCancelledError: what `members` has.
     """
+    admission = asyncio.ensure_future(_admit(config, count, deadline))
+    try:
+        await asyncio.wait((admission, members), return_when=asyncio.FIRST_COMPLETED)
+        if not admission.done():
+            await members
+        return await admission
+    finally:
+        if not admission.done():
+            admission.cancel()
+            await asyncio.gather(admission, return_exceptions=True)
+
+
+async def _admit(config: Config, count: int, deadline: float) -> list[Transport]:
     links: list[Transport] = []
     watches: dict[asyncio.Task[None], Transport] = {}
     why = ""

@@ -21,6 +21,7 @@ import ruda_async
 from ruda_async import (
     AsyncCommunicator,
     AuthenticationError,
+    CollectiveCancelledError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
     PeerLostError,
@@ -212,32 +213,64 @@ async def test_a_newcomer_that_never_meets_the_others(url: str, monkeypatch: pyt
 
 
 async def test_a_newcomer_that_dies_before_the_others_have_come(url: str) -> None:
-    config = resolve(url, join=True, timeout=40)
-
-    async def die() -> None:
-        link = await open_transport(growth._admission(config, 1, time.monotonic() + 40))
-        link.abort("dies")
+    growing, died = asyncio.Event(), asyncio.Event()
 
     async def member(comm: AsyncCommunicator) -> None:
+        growing.set()
         async with await comm.grow(2, timeout=40) as grown:
             assert grown.world_size == 4
             await works(grown)
             await grown.barrier()
 
-    async def newcomer(comm: AsyncCommunicator) -> None:
-        await works(comm)
-        await comm.barrier()
-
-    dying = asyncio.ensure_future(die())
-
-    members = asyncio.ensure_future(run_ranks(2, member, url=url, limit=90, timeout=40))
-    await dying
+    async def die() -> None:
+        await growing.wait()
+        config = resolve(url, join=True, timeout=40)
+        link = await open_transport(growth._admission(config, 1, time.monotonic() + 40))
+        link.abort("dies")
+        died.set()
 
     async def join() -> None:
+        await died.wait()
         async with ruda_async.connect(url, join=True, timeout=40) as comm:
-            await newcomer(comm)
+            await works(comm)
+            await comm.barrier()
 
-    await asyncio.gather(members, join(), join())
+    await asyncio.gather(run_ranks(2, member, url=url, limit=90, timeout=40), die(), join(), join())
+
+
+@pytest.mark.parametrize("quitter", [0, 1])
+async def test_a_member_that_is_cancelled(url: str, quitter: int) -> None:
+    """The others do not wait for newcomers any longer."""
+
+    async def body(comm: AsyncCommunicator) -> None:
+        call = asyncio.ensure_future(comm.grow(1, timeout=300))
+        if comm.rank == quitter:
+            while comm.stats()["operations"].get("grow", {"count": 0})["count"] == 0:
+                await asyncio.sleep(0)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+        else:
+            assert isinstance(await outcome(call), CollectiveCancelledError)
+        await works(comm)
+
+    await run_ranks(3, body, url=url)
+
+
+async def test_a_member_that_dies(url: str) -> None:
+    async def body(comm: AsyncCommunicator) -> None:
+        if comm.rank == 2:
+            call = asyncio.ensure_future(comm.grow(1, timeout=300))
+            while comm.stats()["operations"].get("grow", {"count": 0})["count"] == 0:
+                await asyncio.sleep(0)
+            comm.abort("dies")
+            await outcome(call)
+            return
+        error = await outcome(comm.grow(1, timeout=300))
+        assert isinstance(error, PeerLostError), error
+        await works(await comm.shrink())
+
+    await run_ranks(3, body, url=url)
 
 
 async def test_bad_calls(url: str) -> None:
