@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Generator
 from dataclasses import replace
-from time import monotonic
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -16,9 +14,8 @@ from .collectives.request import Request
 from .collectives.selector import choose, known_algorithms
 from .collectives.split import Split
 from .config import Config, resolve
-from .errors import CommunicatorClosedError, ConfigError, RudaError
+from .errors import CommunicatorClosedError, ConfigError
 from .node import Node
-from .notices import Failure
 from .observe import signals
 from .observe.recorder import Stats
 from .opening import open_transport
@@ -262,102 +259,23 @@ class AsyncCommunicator(AsyncOperations):
                 communicator works as before, where no member died.
             ConfigError: rank 0 cannot listen at the URL.
         """
-        sequence = self._channel.next
-        await self._call(growth.Grow(n), timeout)
-        seconds = self._timeout if timeout is None else timeout
-        members = self._channel.members
-        side = self._derive(
-            self._node.open_channel(
-                channel_id(self._channel.id, "grow", sequence), f"{self.name}/grow{sequence}", members
-            )
-        )
-        # Open on rank 0 from the start, so that it notices when a member cannot go on.
-        hold = side.channel("hold")
-        try:
-            if self.rank == 0:
-                return await self._lead_growth(n, url, seconds, side, hold)
-            try:
-                told = await side.broadcast_object(None, 0, timeout=seconds + growth.LINK_SECONDS)
-            except asyncio.CancelledError:
-                hold._give_up("its grow() was cancelled")
-                raise
-            if "error" in told:
-                raise growth.from_outcome(told, 0)
-            await hold.barrier(timeout=growth.LINK_SECONDS)
-            invitation = growth.Invitation(**told)._replace(rank=self.rank)
-            return await self._meet_grown(invitation.apply(self._node.home), side)
-        finally:
-            await hold.close()
-            await side.close()
+        return await growth.grow(self, n, url, self._timeout if timeout is None else timeout)
 
-    async def _lead_growth(
-        self, n: int, url: str | None, seconds: float, side: AsyncCommunicator, hold: AsyncCommunicator
+    @classmethod
+    def over(
+        cls, transport: Transport, config: Config, home: Config, settings: Settings, timeout: float
     ) -> AsyncCommunicator:
-        """Let newcomers in, tell everyone where to meet, and meet."""
-        home = self._node.home
-        links: list[Transport] = []
-        listener = None
-        holding = asyncio.ensure_future(hold.barrier(timeout=seconds + 2 * growth.LINK_SECONDS))
-        try:
-            try:
-                if url is not None:
-                    place = resolve(url, rank=0, world_size=2, secret=home.secret)
-                    home = replace(
-                        home, host=place.host, port=place.port, ports=(), name=place.name, listen_fd=None
-                    )
-                links = await growth.admit(home, n, monotonic() + seconds, holding)
-                name, listener = await growth.listen(home)
-            except asyncio.CancelledError:
-                side._give_up("its grow() was cancelled")
-                raise
-            except RudaError as error:
-                if not holding.done():  # else the members know
-                    await side.broadcast_object(growth.as_outcome(error), 0)
-                raise
-            port = None if listener is None else listener.getsockname()[1]
-            invitation = growth.Invitation(name, 0, self.world_size + n, home.host, port)
-            await side.broadcast_object(invitation._asdict(), 0)
-            await holding
-            await growth.invite(links, self.world_size, invitation)
-            links = []
-            descriptor = None if listener is None else listener.fileno()
-            return await self._meet_grown(invitation.apply(home, descriptor), side)
-        finally:
-            holding.cancel()
-            await asyncio.gather(holding, return_exceptions=True)
-            for link in links:
-                link.abort("grow() failed")
-            if listener is not None:
-                listener.close()
+        """The communicator of all ranks of a transport, which it owns; for the parts of this library.
 
-    def _give_up(self, reason: str) -> None:
-        """Fail the next call of this channel on all ranks, in place of making it."""
-        channel = self._channel
-        self._node.announce(channel, channel.next, Failure("cancelled", self.rank, reason))
-
-    async def _meet_grown(self, grown: Config, side: AsyncCommunicator) -> AsyncCommunicator:
-        """Meet the new ranks; the members agree on whether all of them succeeded."""
-        found: AsyncCommunicator | None = None
-        failure: RudaError | None = None
-        settings = replace(self._settings, max_bytes=None)
-        try:
-            try:
-                found = await _grown(grown, self._node.home, settings, self._timeout)
-            except RudaError as error:
-                failure = error
-            told = None if failure is None else growth.as_outcome(failure)
-            outcomes = await side.all_gather_object(told, timeout=3 * growth.LINK_SECONDS)
-            bad = next((rank for rank, outcome in enumerate(outcomes) if outcome is not None), None)
-            if failure is None and bad is not None:
-                failure = growth.from_outcome(outcomes[bad], bad)
-            if failure is not None:
-                raise failure
-        except BaseException:
-            if found is not None:
-                await found.close()
-            raise
-        assert found is not None
-        return found
+        Args:
+            config: what the transport was opened with.
+            home: what the user gave; it differs where the job has grown.
+            settings, timeout: the communicator's.
+        """
+        node = Node(transport, config, home)
+        node.start()
+        channel = node.open_channel(channel_id(0, "main"), "main", tuple(range(config.world_size)))
+        return cls(channel, settings, timeout, Recovery(node), owner=True)
 
     def _derive(self, channel: Channel, settings: Settings | None = None) -> AsyncCommunicator:
         return AsyncCommunicator(
@@ -450,31 +368,7 @@ async def _connect(config: Config) -> AsyncCommunicator:
     algorithm = config.settings.algorithm
     if algorithm is not None and algorithm not in known_algorithms():
         raise ConfigError(f"algorithm={algorithm!r} is not known; there are {', '.join(known_algorithms())}")
-    if not config.join:
-        return _communicator(await open_transport(config), config, config, config.settings, config.timeout)
-    grown = await growth.knock(config)
-    return await _grown(grown, config, config.settings, config.timeout)
-
-
-def _communicator(
-    transport: Transport, config: Config, home: Config, settings: Settings, timeout: float
-) -> AsyncCommunicator:
-    """The communicator of all ranks of a transport, which it owns."""
-    node = Node(transport, config, home)
-    node.start()
-    channel = node.open_channel(channel_id(0, "main"), "main", tuple(range(config.world_size)))
-    return AsyncCommunicator(channel, settings, timeout, Recovery(node), owner=True)
-
-
-async def _grown(grown: Config, home: Config, settings: Settings, timeout: float) -> AsyncCommunicator:
-    """Meet the others of a grown job, and see that all are linked."""
-    communicator = _communicator(await open_transport(grown), grown, home, settings, timeout)
-    try:
-        linked = communicator.channel("grown")
-        await linked.barrier(timeout=growth.LINK_SECONDS)
-        await linked.close()
-    except BaseException:
-        communicator.abort("the grown job did not come about")
-        await communicator.close()
-        raise
-    return communicator
+    if config.join:
+        return await growth.join(AsyncCommunicator, config)
+    transport = await open_transport(config)
+    return AsyncCommunicator.over(transport, config, config, config.settings, config.timeout)
