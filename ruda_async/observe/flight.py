@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import re
 import threading
-import uuid
 from collections import deque
 from functools import cache
 from pathlib import Path
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
     from ..node import Node
     from ..sync import Communicator
 
-__all__ = ["FORMAT", "VERSION", "FlightRecords", "Snapshot", "dump", "write"]
+__all__ = ["FORMAT", "VERSION", "FlightRecords", "Snapshot", "dump", "write", "write_behind"]
 
 FORMAT = "ruda-async flight record"
 VERSION = 1
@@ -62,7 +60,7 @@ class Snapshot(NamedTuple):
             "rank": self.rank,
             "world_size": self.world_size,
             "process": os.getpid(),
-            "host": platform.node(),
+            "host": os.uname().nodename,
             "clock": {"id": clock_id(), "monotonic": self.monotonic, "wall": self.wall},
             "lost": {str(rank): text for rank, text in self.lost.items()},
             "channels": [
@@ -112,8 +110,10 @@ def clock_id() -> str:
     """Names the clock that `time.monotonic` reads: equal for processes of one running host."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return f"{platform.node()}/{uuid.getnode():x}"
+    except OSError:  # no Linux
+        from uuid import getnode
+
+        return f"{os.uname().nodename}/{getnode():x}"
 
 
 class FlightRecords:
@@ -148,8 +148,7 @@ class FlightRecords:
         self.last = snapshot = self.take(reason)
         folder = self._node.config.trace_dir
         if folder is not None:
-            # Not a daemon: a program that ends because of the failure waits for its record.
-            threading.Thread(target=_write_quietly, args=(snapshot, folder), name="ruda-async record").start()
+            write_behind(snapshot, folder)
 
     def take(self, reason: str) -> Snapshot:
         """A record of this moment. May be called from any thread."""
@@ -198,6 +197,16 @@ def write(snapshot: Snapshot, folder: Path) -> Path:
         while len(_written) > MAX_FILES:
             _written.popleft().unlink(missing_ok=True)
     return path
+
+
+def write_behind(snapshot: Snapshot, folder: Path) -> None:
+    """`write` beside the caller; where that fails, the log says so."""
+    # Not a daemon: a program that ends because of the failure waits for its record.
+    thread = threading.Thread(target=_write_quietly, args=(snapshot, folder), name="ruda-async record")
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter is ending, or threads have run out
+        _write_quietly(snapshot, folder)
 
 
 def _write_quietly(snapshot: Snapshot, folder: Path) -> None:

@@ -7,7 +7,7 @@ import signal
 import threading
 from pathlib import Path
 
-from .flight import _write_quietly
+from .flight import write_behind
 from .logs import log
 
 __all__ = ["VARIABLE", "dump_on_signal", "from_environment"]
@@ -44,8 +44,7 @@ def _dump_all(folder: Path | None) -> None:
 
     for node in live_nodes():
         snapshot = node.flight.take("asked for by a signal")
-        target = folder or node.config.trace_dir or Path()
-        threading.Thread(target=_write_quietly, args=(snapshot, target), name="ruda-async record").start()
+        write_behind(snapshot, folder or node.config.trace_dir or Path())
 
 
 def from_environment() -> None:
