@@ -1,7 +1,7 @@
 """What this rank did: the last calls in a ring, and counters by operation.
 
-A call adds about half a microsecond: one tuple into a ring of fixed length, and a few additions. All that
-costs more (names of dtypes, percentiles, text) is left to whoever looks.
+A call adds about a microsecond: one tuple into a ring of fixed length, and a few additions. All that costs
+more (names of dtypes, percentiles, text) is left to whoever looks.
 
 The histogram's bounds are powers of the square root of two, in microseconds: the bucket of a time is the
 number of bits of its square. So 40 buckets span a microsecond to a second, and a percentile read from them
