@@ -106,6 +106,8 @@ class BackgroundLoop:
         self._started = 0
         self._last_call = monotonic()
         self.stopped = False
+        #: Communicators that need this loop: `connect` made them, or `grow`.
+        self.users = 0
         self._thread = threading.Thread(target=self._main, name="ruda-async loop", daemon=True)
         self._thread.start()
 

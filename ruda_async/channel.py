@@ -24,6 +24,7 @@ from .errors import (
     RudaError,
     TensorContractError,
 )
+from .observe.logs import log, operation_fields
 from .tags import LANES, SEQUENCES, is_past, tag_of
 from .transport.base import Buffer, Capabilities, Envelope, Ready, UnexpectedMessage
 
@@ -50,6 +51,7 @@ class Operation:
         error: why the call has to end, once something decided that.
         present: the group ranks that are known to have entered this call.
         started, deadline: `time.monotonic` seconds.
+        sent, received: bytes of payload in the messages that this rank has posted.
     """
 
     __slots__ = (
@@ -70,7 +72,9 @@ class Operation:
         "present",
         "providers",
         "rank",
+        "received",
         "reported",
+        "sent",
         "sequence",
         "settings",
         "size",
@@ -93,6 +97,8 @@ class Operation:
         self.started = monotonic()
         self.deadline = self.started + timeout
         self.reported = False
+        self.sent = 0
+        self.received = 0
         self.present: set[int] = {channel.rank}
         self.heap: Heap | None = node.heap
         self._transport = node.transport
@@ -117,6 +123,8 @@ class Operation:
         else:
             self._greeted.add(stream)
             head = self.head
+        for buffer in buffers:
+            self.sent += buffer.nbytes
         return self._transport.send(self._members[peer], self._tag | lane, buffers, head)
 
     def recv_into(self, peer: int, *buffers: Buffer, lane: int = 0) -> Awaitable[None]:
@@ -129,6 +137,8 @@ class Operation:
         else:
             self._heard.add(stream)
             head = self.head
+        for buffer in buffers:
+            self.received += buffer.nbytes
         return self._transport.recv_into(self._members[peer], self._tag | lane, buffers, head)
 
     def probe(self, peer: int, lane: int = 0) -> Awaitable[Envelope]:
@@ -187,6 +197,11 @@ class Operation:
         assert self.heap is not None
         self.heap.regions.signal(self._members[peer])
 
+    def count(self, sent: int = 0, received: int = 0) -> None:
+        """Bytes that pass through shared memory; see `collectives.operation.Link`."""
+        self.sent += sent
+        self.received += received
+
     def watch(self, peer: int, ready: Callable[[], bool]) -> Awaitable[None]:
         """Wait for what `peer` writes; see `collectives.operation.Link`."""
         if self.error is not None:
@@ -238,6 +253,7 @@ class Channel:
         id: the number in tags (see `tags`).
         name: for people; the same on all ranks.
         members: the job's rank of each group rank.
+        label: the three of them, as records of calls have it.
         rank, size: this rank's place in `members`, and their number.
     """
 
@@ -246,6 +262,7 @@ class Channel:
         self.id = id
         self.name = name
         self.members = members
+        self.label = (id, name, members)
         self.rank = members.index(node.transport.rank)
         self.size = len(members)
         self.next = sequence
@@ -256,8 +273,6 @@ class Channel:
         #: Set when a member died: every later call fails with it.
         self.lost: PeerLostError | None = None
         self.closed = False
-        self.completed = 0
-        self.failed = 0
 
     # ------------------------------------------------------------------ running a call
 
@@ -269,11 +284,13 @@ class Channel:
             self._enter(operation)
             result = await request.run(operation)
             node = self.node
+            node.recorder.succeeded(operation)
+            if node.spans is not None:
+                node.spans.end(operation, None)
             node.unturned += 1
             if node.unturned >= 32:  # calls that never had to wait must not starve the loop
                 node.unturned = 0
                 await asyncio.sleep(0)
-            self.completed += 1
             return result
         except BaseException as error:
             self._give_up(operation, error)
@@ -297,6 +314,8 @@ class Channel:
         self.next = sequence + 1
         operation = Operation(self, name, sequence, timeout, settings)
         self.active[sequence % SEQUENCES] = operation
+        if node.spans is not None:
+            node.spans.begin(operation)
         return operation
 
     def _enter(self, operation: Operation) -> None:
@@ -313,15 +332,22 @@ class Channel:
 
     def _give_up(self, operation: Operation, error: BaseException) -> NoReturn:
         """Tell the other ranks why this call ends here, and raise what the caller should see."""
-        self.failed += 1
-        if operation.error is not None:
-            # Whatever came up here is that failure or a consequence of it; only a cancelled task stays one.
-            if error is operation.error or isinstance(error, asyncio.CancelledError):
-                raise error
-            raise operation.error from None
-        final, failure = self._diagnose(operation, error)
-        operation.fail(failure.as_error(str(operation), self.rank))
-        self.node.announce(self, operation.sequence, failure)
+        node = self.node
+        if operation.error is None:
+            final, failure = self._diagnose(operation, error)
+            operation.fail(failure.as_error(str(operation), self.rank))
+            node.announce(self, operation.sequence, failure)
+        # Whatever came up here is that failure or a consequence of it; only a cancelled task stays one.
+        elif isinstance(error, asyncio.CancelledError):
+            final = error
+        else:
+            final = operation.error
+        node.recorder.failed(operation, final)
+        if node.spans is not None:
+            node.spans.end(operation, final)
+        log.info(
+            "%s: %s", operation, type(final).__name__, extra=operation_fields(operation, type(final).__name__)
+        )
         if final is error:
             raise error
         raise final from None
@@ -351,6 +377,8 @@ class Channel:
     def on_failure(self, sequence: int, failure: notices.Failure) -> None:
         """A peer announced that call `sequence` (modulo `SEQUENCES`) has failed."""
         operation = self.active.get(sequence)
+        if failure.code == "timeout" and (operation is None or operation.error is None):
+            self.node.flight.trigger(f"rank {failure.culprit} gave up on a call: {failure.text}")
         if operation is not None:
             if operation.error is None:
                 operation.fail(self._from_peer(operation, failure), here=False)
@@ -396,6 +424,7 @@ class Channel:
         text = f"not finished within timeout={timeout:g} s"
         failure = notices.Failure("timeout", self.rank, text)
         silent = tuple(r for r in range(self.size) if r not in operation.present)
+        self.node.flight.trigger(f"{operation}: {text}")
         operation.fail(
             CollectiveTimeoutError(
                 f"{operation}: {text}; see that every rank makes this call, or raise timeout=",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import replace
-from time import monotonic
 from types import TracebackType
 from typing import Any, TypeVar
 
+from . import growth
 from .channel import Channel
 from .collectives.operation import Settings
 from .collectives.request import Request
@@ -16,14 +16,15 @@ from .collectives.split import Split
 from .config import Config, resolve
 from .errors import CommunicatorClosedError, ConfigError
 from .node import Node
+from .observe import signals
+from .observe.recorder import Stats
+from .opening import open_transport
 from .operations import AsyncOperations
 from .point_to_point import PointToPoint
 from .recovery import Recovery
-from .rendezvous import meet
 from .tags import channel_id
 from .tensors import blank
 from .transport.base import Transport
-from .transport.job import Job
 from .transport.provider import NativeCall
 
 __all__ = ["AsyncCommunicator", "connect", "open_transport"]
@@ -81,9 +82,27 @@ class AsyncCommunicator(AsyncOperations):
         """Whether calls are refused since `close` or `abort` was called here."""
         return self._channel.closed or self._node.closed is not None
 
-    def stats(self) -> dict[str, Any]:
-        """Counters of this rank: calls completed, failed and in flight, and per peer messages and bytes."""
+    @property
+    def node(self) -> Node:
+        """This rank's end of the job; for the parts of this library that look inside."""
+        return self._node
+
+    def stats(self) -> Stats:
+        """Counters of this rank since it connected, over all channels; cheap, and from any thread.
+
+        By operation: calls, failures, bytes, and times with percentiles; by peer: messages and bytes; what is
+        in flight, and for how long. See `ruda_async.observe.Stats`.
+        """
         return self._node.stats()
+
+    def flight_record(self) -> dict[str, Any]:
+        """This rank's last calls and those in flight, as JSON types; see the page on observing a job."""
+        return self._node.flight.take("flight_record() was called").render()
+
+    def last_failure(self) -> dict[str, Any] | None:
+        """The flight record that the latest timeout or lost rank left in memory, or None."""
+        last = self._node.flight.last
+        return None if last is None else last.render()
 
     def describe(self) -> dict[str, Any]:
         """Facts about this communicator for people and logs; no secrets."""
@@ -249,6 +268,47 @@ class AsyncCommunicator(AsyncOperations):
             )
         )
 
+    async def grow(
+        self, n: int = 1, *, url: str | None = None, timeout: float | None = None
+    ) -> AsyncCommunicator:
+        """A communicator of these ranks and `n` new ones, which call ``connect(url, join=True)``.
+
+        Every rank of this communicator has to call it. The ranks of this communicator keep their numbers;
+        the new ones follow, in the order in which they came. All ranks make new links, and channels
+        start afresh. This communicator stays as it is; both are to be closed.
+
+        Args:
+            n: the number of new ranks.
+            url: where they come; by default the job's own URL. Rank 0 of this communicator listens there,
+                so where its machine is not the one that the job's URL names, it has to be given. What
+                other ranks give is not used.
+            timeout: seconds for the new ranks to come; to link up may take 15 more.
+
+        Raises:
+            TensorContractError: `n` is no number of ranks.
+            CollectiveTimeoutError: too few came in time, or did not link up.
+            PeerLostError: a new rank died while it joined, or a member did. In each case this
+                communicator works as before, where no member died.
+            ConfigError: rank 0 cannot listen at the URL.
+        """
+        return await growth.grow(self, n, url, self._timeout if timeout is None else timeout)
+
+    @classmethod
+    def over(
+        cls, transport: Transport, config: Config, home: Config, settings: Settings, timeout: float
+    ) -> AsyncCommunicator:
+        """The communicator of all ranks of a transport, which it owns; for the parts of this library.
+
+        Args:
+            config: what the transport was opened with.
+            home: what the user gave; it differs where the job has grown.
+            settings, timeout: the communicator's.
+        """
+        node = Node(transport, config, home)
+        node.start()
+        channel = node.open_channel(channel_id(0, "main"), "main", tuple(range(config.world_size)))
+        return cls(channel, settings, timeout, Recovery(node), owner=True)
+
     def _derive(self, channel: Channel, settings: Settings | None = None) -> AsyncCommunicator:
         return AsyncCommunicator(
             channel, settings or self._settings, self._timeout, self._recovery, owner=False
@@ -310,6 +370,7 @@ def connect(
     rank: int | None = None,
     world_size: int | None = None,
     timeout: float | None = None,
+    join: bool = False,
     **options: Any,
 ) -> _Connecting:
     """Join a job; ``await connect(…)`` or ``async with connect(…) as comm``.
@@ -319,6 +380,8 @@ def connect(
             which reads what torchrun, mpiexec or Slurm set.
         rank, world_size: this rank and the number of ranks, where the URL or environment do not say.
         timeout: seconds for joining, and the default for every call; 300 where nothing says otherwise.
+        join: come to a running job, whose members call `AsyncCommunicator.grow`; rank and world size
+            follow from that.
         options: `algorithm`, `order`, `secret`, and the transport's own parameters; they win over the URL.
 
     Raises:
@@ -327,26 +390,10 @@ def connect(
         TransportUnavailableError: the transport's package is not installed.
         AuthenticationError: the ranks do not share one secret.
     """
-    return _Connecting(url, {"rank": rank, "world_size": world_size, "timeout": timeout, **options})
-
-
-async def open_transport(config: Config) -> Transport:
-    """Join the job with the configured plugin; its transport, linked to all ranks."""
-    job = Job(
-        name=config.name,
-        rank=config.rank,
-        world_size=config.world_size,
-        host=config.host,
-        port=config.port,
-        parameters=config.parameters,
-        secret=config.secret,
-        deadline=monotonic() + config.timeout,
-        timeout=config.timeout,
-        ports=config.ports,
-        listen_fd=config.listen_fd,
-        rendezvous=meet,
+    signals.from_environment()
+    return _Connecting(
+        url, {"rank": rank, "world_size": world_size, "timeout": timeout, "join": join or None, **options}
     )
-    return await config.plugin.connect(job)
 
 
 async def _connect(config: Config) -> AsyncCommunicator:
@@ -354,8 +401,7 @@ async def _connect(config: Config) -> AsyncCommunicator:
     known = (*getattr(config.plugin, "provider_names", ()), *known_algorithms())
     if algorithm is not None and algorithm not in known:
         raise ConfigError(f"algorithm={algorithm!r} is not known; there are {', '.join(known)}")
-    node = Node(await open_transport(config), config)
-    node.start()
-    members = tuple(range(config.world_size))
-    channel = node.open_channel(channel_id(0, "main"), "main", members)
-    return AsyncCommunicator(channel, config.settings, config.timeout, Recovery(node), owner=True)
+    if config.join:
+        return await growth.join(AsyncCommunicator, config)
+    transport = await open_transport(config)
+    return AsyncCommunicator.over(transport, config, config, config.settings, config.timeout)

@@ -2,9 +2,9 @@
 
 ``scheme://[host[:port]][/job]?parameter=value&…``, where a parameter is one of `CommonParameters` or the
 transport's own. Keyword arguments win over the URL, the URL over the environment (``RUDA_RANK``,
-``RUDA_WORLD_SIZE``, ``RUDA_TIMEOUT``, ``RUDA_SECRET``, ``RUDA_SECRET_FILE``). Without a URL it is
-``RUDA_URL``, else ``env://``, which takes rank, world size and meeting place from the launcher (see
-`ruda_async.environment`).
+``RUDA_WORLD_SIZE``, ``RUDA_TIMEOUT``, ``RUDA_TRACE_DIR``, ``RUDA_SECRET``, ``RUDA_SECRET_FILE``).
+Without a URL it is ``RUDA_URL``, else ``env://``, which takes rank, world size and meeting place from the
+launcher (see `ruda_async.environment`).
 
 Every mistake is a `ConfigError` of one line that names the value and the remedy.
 """
@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlencode
@@ -52,6 +52,10 @@ class CommonParameters:
         "exact", doc="order of summation: the documented one, or any", choices=("exact", "any")
     )
     secret_file: Path | None = param(None, doc="a file that holds the job secret")  # noqa: RUF009
+    join: bool = param(False, doc="come to a running job whose members call grow()")
+    trace_dir: Path | None = param(  # noqa: RUF009
+        None, doc="the folder that flight records are written to at timeouts and lost ranks"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,8 @@ class Config:
         parameters: an instance of ``plugin.parameters``.
         settings: what algorithms must respect.
         listen_fd: an inherited listening socket for rank 0, from a launcher.
+        trace_dir: where flight records are written; None for nowhere.
+        join: come to a running job; `rank` and `world_size` are not known yet.
     """
 
     scheme: str
@@ -85,6 +91,8 @@ class Config:
     parameters: Any
     settings: Settings
     listen_fd: int | None = None
+    trace_dir: Path | None = None
+    join: bool = False
 
     @property
     def redacted_url(self) -> str:
@@ -114,6 +122,7 @@ def resolve(
     secret: str | bytes | Secret | None = None,
     algorithm: str | None = None,
     order: str | None = None,
+    join: bool | None = None,
     environ: Mapping[str, str] | None = None,
     **parameters: Any,
 ) -> Config:
@@ -121,7 +130,7 @@ def resolve(
 
     Args:
         url: ``scheme://[host[:port]][/job]?parameter=value&…``; None for ``RUDA_URL``, else ``env://``.
-        rank, world_size, timeout, algorithm, order: as in `CommonParameters`.
+        rank, world_size, timeout, algorithm, order, join: as in `CommonParameters`.
         secret: the job secret; text stands for its UTF-8 bytes.
         environ: instead of ``os.environ``.
         parameters: `secret_file` and the transport's own parameters.
@@ -137,6 +146,7 @@ def resolve(
         "timeout": timeout,
         "algorithm": algorithm,
         "order": order,
+        "join": join,
     }
     place = _place(url, environ)
     placed = _placed(place.plugin)
@@ -147,6 +157,7 @@ def resolve(
         ("rank", "RUDA_RANK"),
         ("world_size", "RUDA_WORLD_SIZE"),
         ("timeout", "RUDA_TIMEOUT"),
+        ("trace_dir", "RUDA_TRACE_DIR"),
     ):
         if environ.get(variable):
             raw[key] = environ[variable]
@@ -170,6 +181,8 @@ def resolve(
         {k: v for k, v in raw.items() if k not in common or k in own},
         also=common,
     )
+    if shared.join:
+        shared = replace(shared, rank=1, world_size=2)  # until it is told
     _check_rank(shared, place.scheme)
     assert shared.rank is not None
     assert shared.world_size is not None
@@ -190,6 +203,8 @@ def resolve(
         parameters=specific,
         settings=Settings(algorithm=shared.algorithm, order=shared.order),
         listen_fd=listen_fd,
+        trace_dir=shared.trace_dir,
+        join=shared.join,
     )
 
 

@@ -7,30 +7,31 @@ peer is noticed: the transport fails the pending receive.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import notices
 from .channel import Channel, Operation
 from .errors import CommunicatorClosedError, ConfigError, PeerLostError, ProtocolError, RudaError
 from .heap import Heap
+from .observe.flight import FlightRecords
+from .observe.logs import log
+from .observe.recorder import Recorder, Stats, Transfer
 from .tags import CONTROL_TAG, SEQUENCES, is_past, split_tag
 from .transport.base import DONE, Capabilities, Transport
 from .transport.regions import Regions
 
 if TYPE_CHECKING:
     from .config import Config
+    from .observe.spans import Spans
     from .transport.provider import Provider
 
-__all__ = ["Node"]
-
-log = logging.getLogger("ruda_async")
+__all__ = ["Node", "live_nodes"]
 
 #: A call that has waited this long (seconds) tells the others what it is, so that ranks that entered
 #: different calls find out even where their algorithms never exchange a message.
@@ -52,12 +53,19 @@ _NOTICES: dict[str, tuple[type, ...]] = {
 _nodes: weakref.WeakSet[Node] = weakref.WeakSet()
 
 
+def live_nodes() -> list[Node]:
+    """The nodes of this process that are not closed."""
+    return [node for node in list(_nodes) if node.closed is None]
+
+
 class Node:
     """One rank's end of a job. Bound to one event loop and one process."""
 
-    def __init__(self, transport: Transport, config: Config) -> None:
+    def __init__(self, transport: Transport, config: Config, home: Config) -> None:
         self.transport = transport
         self.config = config
+        #: As the user gave it: where new ranks come to. A grown job meets elsewhere.
+        self.home = home
         regions: Regions | None = getattr(transport, "regions", None)
         #: Memory that all ranks see, where the transport has such.
         self.heap = None if regions is None else Heap(regions)
@@ -65,6 +73,10 @@ class Node:
         #: Who runs whole collectives natively; most transports have none.
         self.providers: tuple[Provider, ...] = tuple(getattr(transport, "providers", ()))
         self.loop = asyncio.get_running_loop()
+        self.recorder = Recorder()
+        self.flight = FlightRecords(self)
+        #: Told of every call where spans are wanted: see `observe.opentelemetry`.
+        self.spans: Spans | None = None
         self.channels: dict[int, Channel] = {}
         #: Peers that died, and why; job ranks.
         self.lost: dict[int, PeerLostError] = {}
@@ -241,13 +253,15 @@ class Node:
         except PeerLostError as error:
             if error.orderly:
                 # What it still owes fails in the transport; calls that it has done its part of go on.
-                log.debug("rank %d: rank %d has left", transport.rank, peer)
+                fields = {"ruda_rank": transport.rank, "ruda_peer": peer}
+                log.debug("rank %d: rank %d has left", transport.rank, peer, extra=fields)
             else:
                 self._on_lost(peer, error)
         except CommunicatorClosedError:
             pass
         except Exception as error:
-            log.error("rank %d: cannot hear rank %d any more: %s", transport.rank, peer, error)
+            fields = {"ruda_rank": transport.rank, "ruda_peer": peer}
+            log.error("rank %d: cannot hear rank %d any more: %s", transport.rank, peer, error, extra=fields)
             self._on_lost(peer, PeerLostError(f"rank {peer} cannot be heard any more: {error}", rank=peer))
 
     def _hear(self, peer: int, data: bytearray) -> None:
@@ -258,7 +272,10 @@ class Node:
             if channel is not None and peer in channel.members:
                 channel.on_failure(sequence % SEQUENCES, notices.Failure(*rest))
             elif channel is None:
-                self._remember_failure(id, sequence % SEQUENCES, notices.Failure(*rest))
+                failure = notices.Failure(*rest)
+                self._remember_failure(id, sequence % SEQUENCES, failure)
+                if failure.code == "timeout":
+                    self.flight.trigger(f"rank {peer} gave up on a call of a channel that is not open here")
         elif kind == "report":
             id, sequence, head = fields
             channel = self.channels.get(id)
@@ -279,8 +296,11 @@ class Node:
     def _on_lost(self, peer: int, error: PeerLostError) -> None:
         if peer in self.lost or self.closed is not None:
             return
-        log.warning("rank %d: lost rank %d: %s", self.transport.rank, peer, error)
+        me = self.transport.rank
+        fields = {"ruda_rank": me, "ruda_peer": peer}
+        log.warning("rank %d: lost rank %d: %s", me, peer, error, extra=fields)
         self.lost[peer] = error
+        self.flight.trigger(f"lost rank {peer}: {error}")
         self._tell(range(self.transport.world_size), notices.encode("lost", peer, str(error)))
         for channel in list(self.channels.values()):
             channel.on_lost(peer, error)
@@ -315,6 +335,7 @@ class Node:
         if self._watchdog is not None:
             self._watchdog.cancel()
             self._watchdog = None
+        self.flight.flush()
         for channel in list(self.channels.values()):
             channel.close(error)
         self.closed = error
@@ -327,19 +348,29 @@ class Node:
 
     # ------------------------------------------------------------------ facts
 
-    def stats(self) -> dict[str, Any]:
-        """Counters of this node and its links; see `AsyncCommunicator.stats`."""
-        channels = self.channels.values()
+    def stats(self) -> Stats:
+        """Counters of this node and its links; may be called from any thread."""
+        operations = self.recorder.operations()
+        started = [call.started for call in self.calls_in_flight()]
         return {
             "rank": self.transport.rank,
             "world_size": self.transport.world_size,
-            "lost": sorted(self.lost),
+            "lost": sorted(self.lost.copy()),
             "channels": len(self.channels),
-            "in_flight": sum(len(c.active) for c in channels),
-            "completed": sum(c.completed for c in channels),
-            "failed": sum(c.failed for c in channels),
+            "in_flight": len(started),
+            "oldest_seconds": monotonic() - min(started) if started else 0.0,
+            "completed": sum(o["count"] for o in operations.values()),
+            "failed": sum(o["failed"] for o in operations.values()),
+            "operations": operations,
             "peers": self.transport.stats(),
         }
+
+    def calls_in_flight(self) -> list[Operation | Transfer]:
+        """Collectives, sends and receives that have begun and not ended; from any thread."""
+        calls: list[Operation | Transfer] = list(self.recorder.transfers.copy())
+        for channel in self.channels.copy().values():
+            calls += channel.active.copy().values()
+        return calls
 
 
 def _report_at(operation: Operation) -> float:

@@ -20,6 +20,7 @@ from .errors import (
     ProtocolError,
     TensorContractError,
 )
+from .observe.recorder import Transfer
 from .tags import channel_id, tag_of
 from .tensors import TensorSpec, adapter_for, dtype_of
 
@@ -50,8 +51,12 @@ class PointToPoint:
         except TensorContractError as error:
             raise error.at(f"rank {channel.rank}, {call}", channel.rank) from None
         head = fingerprint("send", spec.dtype, spec.shape)
-        async with self._bounded(call, dest, timeout):
-            await channel.node.transport.send(member, wire_tag, (adapter.read(value),), head)
+        transfer = Transfer(channel, "send", dest, tag)
+        async with self._bounded(call, timeout, transfer):
+            data = adapter.read(value)
+            transfer.head = head
+            transfer.sent = data.nbytes
+            await channel.node.transport.send(member, wire_tag, (data,), head)
 
     async def recv(self, source: int, tag: int, like: Any, out: Any, timeout: float) -> Any:
         """Receive the next tensor that group rank `source` sent with `tag`."""
@@ -66,8 +71,11 @@ class PointToPoint:
             raise error.at(f"rank {channel.rank}, {call}", channel.rank) from None
         turn = self._turns.setdefault((member, wire_tag), asyncio.Lock())
         # Receives of one tag are served in the order in which they were called.
-        async with self._bounded(call, source, timeout), turn:
+        transfer = Transfer(channel, "recv", source, tag)
+        async with self._bounded(call, timeout, transfer), turn:
             envelope = await transport.probe(member, wire_tag)
+            transfer.head = envelope.head
+            transfer.received = envelope.nbytes
             spec = self._spec_of(envelope.head, envelope.nbytes, source)
             try:
                 if out is not None:
@@ -122,7 +130,31 @@ class PointToPoint:
         return TensorSpec(said.dtype, said.shape)
 
     @asynccontextmanager
-    async def _bounded(self, call: str, peer: int, timeout: float) -> AsyncIterator[None]:
+    async def _bounded(self, call: str, timeout: float, transfer: Transfer) -> AsyncIterator[None]:
+        """Bound a transfer in time, and keep record of it."""
+        node = self._channel.node
+        recorder, spans = node.recorder, node.spans
+        recorder.transfers.add(transfer)
+        if spans is not None:
+            spans.begin(transfer)
+        error: BaseException | None = None
+        try:
+            async with self._limited(call, timeout, transfer.sequence[0]):
+                yield
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            recorder.transfers.discard(transfer)
+            if error is None:
+                recorder.succeeded(transfer)
+            else:
+                recorder.failed(transfer, error)
+            if spans is not None:
+                spans.end(transfer, error)
+
+    @asynccontextmanager
+    async def _limited(self, call: str, timeout: float, peer: int) -> AsyncIterator[None]:
         channel = self._channel
         where = f"rank {channel.rank} of {channel.size}, channel {channel.name!r}, {call}"
         try:
@@ -131,6 +163,6 @@ class PointToPoint:
         except PeerLostError as error:
             raise PeerLostError(f"{where}: {error}", rank=peer, orderly=error.orderly) from None
         except TimeoutError:
-            raise CollectiveTimeoutError(
-                f"{where}: not finished within timeout={timeout:g} s", rank=channel.rank, missing=(peer,)
-            ) from None
+            text = f"{where}: not finished within timeout={timeout:g} s"
+            channel.node.flight.trigger(text)
+            raise CollectiveTimeoutError(text, rank=channel.rank, missing=(peer,)) from None

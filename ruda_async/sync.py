@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 from . import communicator as _async
 from .background import BackgroundLoop, Work
 from .errors import CommunicatorClosedError, RudaError
+from .node import Node
+from .observe.recorder import Stats
 from .operations import AsyncOperations
 from .sync_operations import Operations
 
@@ -31,9 +33,9 @@ _open: weakref.WeakSet[Communicator] = weakref.WeakSet()
 class Communicator(Operations):
     """A group of ranks that make blocking collective calls together.
 
-    Made by `connect`, and from another communicator by `channel`, `split`, `bounded` and `shrink`. A context
-    manager. Satisfies every synchronous protocol of `ruda_async.traits`. Threads may call at once, each
-    best on a channel of its own, since calls of one channel match by order.
+    Made by `connect`, and from another communicator by `channel`, `split`, `bounded`, `shrink` and `grow`.
+    A context manager. Satisfies every synchronous protocol of `ruda_async.traits`. Threads may call at
+    once, each best on a channel of its own, since calls of one channel match by order.
 
     Attributes:
         rank, world_size: this rank, and the number of ranks.
@@ -52,6 +54,7 @@ class Communicator(Operations):
         self.world_size = inner.world_size
         self.start = _Starter(self)
         if owner:
+            loop.users += 1
             _open.add(self)
 
     def _wait(self, call: Coroutine[Any, Any, R]) -> R:
@@ -92,9 +95,22 @@ class Communicator(Operations):
         """Whether calls are refused since `close` or `abort` was called here."""
         return self._inner.closed
 
-    def stats(self) -> dict[str, Any]:
+    @property
+    def node(self) -> Node:
+        """As `AsyncCommunicator.node`."""
+        return self._inner.node
+
+    def stats(self) -> Stats:
         """As `AsyncCommunicator.stats`."""
         return self._inner.stats()
+
+    def flight_record(self) -> dict[str, Any]:
+        """As `AsyncCommunicator.flight_record`."""
+        return self._inner.flight_record()
+
+    def last_failure(self) -> dict[str, Any] | None:
+        """As `AsyncCommunicator.last_failure`."""
+        return self._inner.last_failure()
 
     def describe(self) -> dict[str, Any]:
         """As `AsyncCommunicator.describe`."""
@@ -148,6 +164,11 @@ class Communicator(Operations):
         """As `AsyncCommunicator.shrink`, blocking."""
         return self._derive(self._wait_as_task(self._inner.shrink(timeout=timeout)))
 
+    def grow(self, n: int = 1, *, url: str | None = None, timeout: float | None = None) -> Communicator:
+        """As `AsyncCommunicator.grow`, blocking."""
+        grown = self._wait_as_task(self._inner.grow(n, url=url, timeout=timeout))
+        return type(self)(grown, self._loop, owner=True)
+
     def _derive(self, inner: _async.AsyncCommunicator) -> Communicator:
         return type(self)(inner, self._loop, owner=False)
 
@@ -162,7 +183,10 @@ class Communicator(Operations):
             self._loop.run(self._inner.close())
         finally:
             if self._owner:
-                self._loop.stop()
+                self._owner = False
+                self._loop.users -= 1
+                if not self._loop.users:
+                    self._loop.stop()
 
     def abort(self, reason: str = "abort() was called") -> None:
         """As `AsyncCommunicator.abort`."""
@@ -214,20 +238,21 @@ def connect(
     rank: int | None = None,
     world_size: int | None = None,
     timeout: float | None = None,
+    join: bool = False,
     **options: Any,
 ) -> Communicator:
     """Join a job, blocking until all ranks are there; a context manager.
 
     Arguments and errors are those of `ruda_async.connect`.
     """
-    connecting = _async.connect(url, rank=rank, world_size=world_size, timeout=timeout, **options)
+    connecting = _async.connect(url, rank=rank, world_size=world_size, timeout=timeout, join=join, **options)
 
-    async def join() -> _async.AsyncCommunicator:
+    async def enter() -> _async.AsyncCommunicator:
         return await connecting
 
     loop = BackgroundLoop()
     try:
-        return Communicator(loop.run(join()), loop, owner=True)
+        return Communicator(loop.run(enter()), loop, owner=True)
     except BaseException:
         loop.stop()
         raise

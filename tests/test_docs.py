@@ -171,7 +171,10 @@ def test_every_call_is_in_the_table_with_its_arguments() -> None:
     text = text_of("docs/operations.md")
     rows = dict(re.findall(r"^\| `(\w+)\(([^)]*)\)` \|", text, re.MULTILINE))
     calls = {n: f for n, f in inspect.getmembers(AsyncOperations, inspect.isfunction) if n[0] != "_"}
-    for name in ("send", "recv", "channel", "split", "bounded", "shrink", "stats", "describe", "explain"):
+    for name in (
+        *("send", "recv", "channel", "split", "bounded", "shrink", "grow"),
+        *("stats", "describe", "explain", "flight_record", "last_failure"),
+    ):
         calls[name] = getattr(ruda_async.AsyncCommunicator, name)
     assert set(rows) == set(calls)
     for name, call in calls.items():

@@ -23,7 +23,7 @@ COMMANDS = {
     "doctor": "say what is installed, which transports work, and test them",
     "bench": "measure collectives",
     "tune": "find the best algorithms and parameters for this machine",
-    "trace": "look at recorded traces",
+    "trace": "join the flight records of all ranks, or say in words who waits for whom",
 }
 
 

@@ -82,6 +82,7 @@ class Feed:
         self.readers = readers
         self.blocks = -(-len(data) // block)
         self.published = 0
+        link.count(sent=len(data) * len(readers))
 
     @property
     def nbytes(self) -> int:
@@ -166,6 +167,7 @@ class Tap:
         self._block = block
         self.blocks = -(-nbytes // block)
         self.taken = 0
+        link.count(received=nbytes)
         if not nbytes:
             return
         board = link.open(peer, offer.board)

@@ -91,6 +91,10 @@ class Link(Protocol):
         """Something was written to shared memory that `peer` may wait for."""
         ...
 
+    def count(self, sent: int = 0, received: int = 0) -> None:
+        """Count bytes that move otherwise than by `send` and `recv_into`."""
+        ...
+
     def watch(self, peer: int, ready: Callable[[], bool]) -> Awaitable[None]:
         """Wait for something that `peer` writes to shared memory."""
         ...

@@ -43,7 +43,13 @@ _DRAIN = 2.0
 
 
 def run(
-    world_size: int, argv: Sequence[str], url: str | None = None, *, prefix: bool = True, grace: float = 5.0
+    world_size: int,
+    argv: Sequence[str],
+    url: str | None = None,
+    *,
+    prefix: bool = True,
+    grace: float = 5.0,
+    trace_dir: str | Path | None = None,
 ) -> int:
     """Run `argv` once per rank and wait for all; ``connect()`` without arguments joins them.
 
@@ -59,6 +65,7 @@ def run(
         prefix: put ``[rank n]`` before each line of output. Without, output is passed on byte by byte, in
             whole lines.
         grace: seconds.
+        trace_dir: the folder that ranks write flight records to; by default ``RUDA_TRACE_DIR``.
 
     Returns:
         0, or the exit code of the first rank that failed, as shells give it: 128 + n for a signal n.
@@ -68,7 +75,8 @@ def run(
     """
     command = _command(argv)
     with prepare(url, world_size) as plan:
-        return asyncio.run(_Launcher(plan, command, prefix, grace).run())
+        folder = None if trace_dir is None else Path(trace_dir).absolute()
+        return asyncio.run(_Launcher(plan, command, prefix, grace, folder).run())
 
 
 def _command(argv: Sequence[str]) -> list[str]:
@@ -128,11 +136,14 @@ class _Rank:
 class _Launcher:
     """One run."""
 
-    def __init__(self, plan: Plan, command: list[str], prefix: bool, grace: float) -> None:
+    def __init__(
+        self, plan: Plan, command: list[str], prefix: bool, grace: float, trace_dir: Path | None
+    ) -> None:
         self._plan = plan
         self._command = command
         self._prefix = prefix
         self._grace = grace
+        self._trace_dir = trace_dir
         self._screen = Screen()
         self._out = binary_stream(sys.stdout)
         self._err = binary_stream(sys.stderr)
@@ -208,6 +219,9 @@ class _Launcher:
         listener = self._plan.listener if rank == 0 else None
         fd = None if listener is None else listener.fileno()
         environ = {**os.environ, **self._plan.variables(rank, fd), "PYTHONUNBUFFERED": "1"}
+        environ["RUDA_TRACE_SIGNAL"] = "1"  # SIGUSR2 makes a rank write its flight record
+        if self._trace_dir is not None:
+            environ["RUDA_TRACE_DIR"] = str(self._trace_dir)
         relay = rank == 0 and is_terminal(sys.stdin)
         if rank or sys.stdin is None:
             stdin: int | None = subprocess.DEVNULL

@@ -22,10 +22,10 @@ from ..errors import ConfigError
 from ..transport.job import Job, Meeting
 from .guest import Guest
 from .host import Host
-from .records import MAX_PAYLOAD
+from .records import MAX_PAYLOAD, OtherJobError
 from .sockets import Address
 
-__all__ = ["MAX_PAYLOAD", "Meeting", "exchange", "meet"]
+__all__ = ["MAX_PAYLOAD", "Meeting", "OtherJobError", "exchange", "meet", "visit"]
 
 _MAX_NAME = 1024
 
@@ -61,8 +61,16 @@ async def meet(job: Job, payload: bytes, address: Address) -> Meeting:
     if job.world_size == 1:
         return Meeting([payload], os.urandom(16))
     if job.rank:
-        return await Guest(job, payload, address).meet()
+        try:
+            return await visit(job, payload, address)
+        except OtherJobError as error:
+            raise ConfigError(str(error)) from None
     return await Host(job, payload).meet(address)
+
+
+async def visit(job: Job, payload: bytes, address: Address) -> Meeting:
+    """`meet` for a rank other than 0, which tells `OtherJobError` from other errors."""
+    return await Guest(job, payload, address).meet()
 
 
 def _check_name(job: Job) -> None:

@@ -10,7 +10,7 @@ import random
 import socket
 import time
 
-from ..errors import AuthenticationError, CollectiveTimeoutError, ConfigError, ProtocolError, RudaError
+from ..errors import AuthenticationError, CollectiveTimeoutError, ProtocolError, RudaError
 from ..transport.handshake import address_text, prove, write_all
 from ..transport.job import Job, Meeting
 from . import limits
@@ -80,7 +80,7 @@ class Guest:
                 return await self._converse(sock, where)
             except (AuthenticationError, ProtocolError, OtherJobError) as error:
                 if len(self.job.ports) < 2:
-                    raise (ConfigError(str(error)) if isinstance(error, OtherJobError) else error) from None
+                    raise
                 self._failures[where] = str(error)
             except RudaError:
                 raise

@@ -1,0 +1,198 @@
+"""Taking new ranks into a running job: what `grow` and ``connect(join=True)`` do.
+
+A transport has a fixed set of ranks, so a job grows by making a new one. Newcomers are let in one by one
+(`admission`); then members and newcomers meet as any job does, under a fresh name (and, on a network, at a
+fresh port of the lowest member, which holds it open already), and link up, all with all. The members' old
+links stay as they were, and carry the agreement on whether it went well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from . import admission, errors
+from .admission import Invitation
+from .collectives.movement import agreed
+from .collectives.objects import AllGatherObject
+from .config import Config, resolve
+from .errors import RudaError, TensorContractError
+from .notices import Failure
+from .opening import open_transport
+from .tags import channel_id
+
+if TYPE_CHECKING:
+    from .collectives.operation import Settings
+    from .communicator import AsyncCommunicator
+    from .transport.base import Transport
+
+__all__ = ["Grow", "grow", "join"]
+
+
+class Grow(AllGatherObject):
+    """The call by which members agree to take in `count` ranks."""
+
+    __slots__ = ("_count",)
+
+    operation = "grow"
+
+    def __init__(self, count: int) -> None:
+        super().__init__(None)
+        self._count = count
+
+    def prepare(self, rank: int, size: int, settings: Settings) -> bytes:
+        """Check the number; see `collectives.request.Request`.
+
+        Raises:
+            TensorContractError: it is none from 1 on.
+        """
+        count = self._count
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise TensorContractError(f"grow: n={count!r} is not a number of ranks from 1 on")
+        super().prepare(rank, size, settings)
+        return agreed("grow", "", None, settings.algorithm, settings.max_bytes, (("n", count),))
+
+
+async def grow(comm: AsyncCommunicator, n: int, url: str | None, seconds: float) -> AsyncCommunicator:
+    """See `AsyncCommunicator.grow`."""
+    sequence = comm._channel.next
+    await comm._call(Grow(n), seconds)
+    # Numbered like the call, so that every member opens the same, and no other growth meets it.
+    parent = comm._channel
+    id = channel_id(parent.id, "grow", sequence)
+    side = comm._derive(comm.node.open_channel(id, f"{comm.name}/grow{sequence}", parent.members))
+    # Open on rank 0 from the start, so that it notices when a member cannot go on.
+    hold = side.channel("hold")
+    try:
+        if comm.rank == 0:
+            return await _lead(comm, n, url, seconds, side, hold)
+        try:
+            told = await side.broadcast_object(None, 0, timeout=seconds + admission.LINK_SECONDS)
+        except asyncio.CancelledError:
+            _give_up(hold)
+            raise
+        if "error" in told:
+            raise _from_outcome(told)
+        await hold.barrier(timeout=admission.LINK_SECONDS)
+        invitation = Invitation(**told)._replace(rank=comm.rank)
+        return await _meet_all(comm, invitation.apply(comm.node.home), side)
+    finally:
+        await hold.close()
+        await side.close()
+
+
+async def _lead(
+    comm: AsyncCommunicator,
+    n: int,
+    url: str | None,
+    seconds: float,
+    side: AsyncCommunicator,
+    hold: AsyncCommunicator,
+) -> AsyncCommunicator:
+    """Rank 0: let newcomers in, tell everyone where to meet, and meet."""
+    home = comm.node.home
+    links: list[Transport] = []
+    listener = None
+    holding = asyncio.ensure_future(hold.barrier(timeout=seconds + 2 * admission.LINK_SECONDS))
+    try:
+        try:
+            home = home if url is None else _elsewhere(home, url)
+            links = await admission.admit(home, n, monotonic() + seconds, holding)
+            name, listener = await admission.listen(home)
+        except asyncio.CancelledError:
+            _give_up(side)
+            raise
+        except RudaError as error:
+            if not holding.done():  # else the members know
+                await side.broadcast_object(_as_outcome(error), 0)
+            raise
+        port = None if listener is None else listener.getsockname()[1]
+        invitation = Invitation(name, 0, comm.world_size + n, home.host, port)
+        await side.broadcast_object(invitation._asdict(), 0)
+        await holding
+        await admission.invite(links, comm.world_size, invitation)
+        links = []
+        descriptor = None if listener is None else listener.fileno()
+        return await _meet_all(comm, invitation.apply(home, descriptor), side)
+    finally:
+        holding.cancel()
+        await asyncio.gather(holding, return_exceptions=True)
+        for link in links:
+            link.abort("grow() failed")
+        if listener is not None:
+            listener.close()
+
+
+def _elsewhere(home: Config, url: str) -> Config:
+    """`home` with the place that `url` names."""
+    place = resolve(url, rank=0, world_size=2, secret=home.secret)
+    return replace(home, host=place.host, port=place.port, ports=(), name=place.name, listen_fd=None)
+
+
+def _give_up(channel: AsyncCommunicator) -> None:
+    """Fail the next call of a channel on all ranks, in place of making it."""
+    failure = Failure("cancelled", channel.rank, "its grow() was cancelled")
+    channel.node.announce(channel._channel, channel._channel.next, failure)
+
+
+async def _meet_all(comm: AsyncCommunicator, grown: Config, side: AsyncCommunicator) -> AsyncCommunicator:
+    """Meet the new ranks; the members agree on whether all of them succeeded."""
+    found: AsyncCommunicator | None = None
+    failure: RudaError | None = None
+    settings = replace(comm._settings, max_bytes=None)
+    try:
+        try:
+            found = await _meet(type(comm), grown, comm.node.home, settings, comm.timeout)
+        except RudaError as error:
+            failure = error
+        told = None if failure is None else _as_outcome(failure)
+        outcomes = await side.all_gather_object(told, timeout=3 * admission.LINK_SECONDS)
+        bad = next((rank for rank, outcome in enumerate(outcomes) if outcome is not None), None)
+        if failure is None and bad is not None:
+            failure = _from_outcome(outcomes[bad])
+        if failure is not None:
+            raise failure
+    except BaseException:
+        if found is not None:
+            await found.close()
+        raise
+    assert found is not None
+    return found
+
+
+async def join(kind: type[AsyncCommunicator], config: Config) -> AsyncCommunicator:
+    """Come to a running job; the errors are those of `admission.knock` and `open_transport`."""
+    grown = await admission.knock(config)
+    return await _meet(kind, grown, config, config.settings, config.timeout)
+
+
+async def _meet(
+    kind: type[AsyncCommunicator], grown: Config, home: Config, settings: Settings, timeout: float
+) -> AsyncCommunicator:
+    """Meet the others of a grown job, and see that all are linked."""
+    communicator = kind.over(await open_transport(grown), grown, home, settings, timeout)
+    try:
+        linked = communicator.channel("grown")
+        await linked.barrier(timeout=admission.LINK_SECONDS)
+        await linked.close()
+    except BaseException:
+        communicator.abort("the grown job did not come about")
+        await communicator.close()
+        raise
+    return communicator
+
+
+def _as_outcome(error: RudaError) -> dict[str, Any]:
+    """What a member tells the others of its failure."""
+    return {"error": type(error).__name__, "text": str(error), "rank": error.rank}
+
+
+def _from_outcome(outcome: dict[str, Any]) -> RudaError:
+    """The error that another member told of."""
+    kind = getattr(errors, str(outcome.get("error")), RudaError)
+    if not (isinstance(kind, type) and issubclass(kind, RudaError)):
+        kind = RudaError
+    rank = outcome.get("rank")
+    return kind(str(outcome.get("text")), rank=rank if type(rank) is int else None)

@@ -1,0 +1,34 @@
+"""From a checked configuration to a linked transport."""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from .rendezvous import meet
+from .transport.job import Job, Rendezvous
+
+if TYPE_CHECKING:
+    from .config import Config
+    from .transport.base import Transport
+
+__all__ = ["open_transport"]
+
+
+async def open_transport(config: Config, rendezvous: Rendezvous = meet) -> Transport:
+    """Join the job with the configured plugin; its transport, linked to all ranks."""
+    job = Job(
+        name=config.name,
+        rank=config.rank,
+        world_size=config.world_size,
+        host=config.host,
+        port=config.port,
+        parameters=config.parameters,
+        secret=config.secret,
+        deadline=monotonic() + config.timeout,
+        timeout=config.timeout,
+        ports=config.ports,
+        listen_fd=config.listen_fd,
+        rendezvous=rendezvous,
+    )
+    return await config.plugin.connect(job)
