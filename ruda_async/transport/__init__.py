@@ -30,7 +30,7 @@ from .base import (
 )
 from .framed import ByteStream, FramedParameters, FramedTransport, Terms, blocking
 from .handshake import prove, read_exactly
-from .job import Job, Meeting, Secret
+from .job import Job, Meeting, Secret, StreamWrapper
 from .matching import (
     Arrived,
     Inbox,
@@ -76,6 +76,7 @@ __all__ = [
     "Receive",
     "RudaError",
     "Secret",
+    "StreamWrapper",
     "Terms",
     "Transport",
     "TransportUnavailableError",

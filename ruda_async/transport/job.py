@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ..errors import CollectiveTimeoutError
 
-__all__ = ["Job", "Meeting", "Secret"]
+if TYPE_CHECKING:
+    from .framed.stream import ByteStream
+
+__all__ = ["Job", "Meeting", "Secret", "StreamWrapper"]
 
 
 class Secret:
@@ -48,6 +51,9 @@ class Meeting(NamedTuple):
     session: bytes
 
 
+#: ``(peer, stream) -> stream``: what goes between a transport and its stream to `peer`.
+StreamWrapper: TypeAlias = "Callable[[int, ByteStream], ByteStream]"
+
 #: ``(job, payload, address) -> Meeting``; the core gives it to the job, plugins call `Job.meet`.
 Rendezvous = Callable[["Job", bytes, "tuple[str, int] | str"], Awaitable[Meeting]]
 
@@ -66,6 +72,8 @@ class Job:
         timeout: the same as a duration in seconds, for texts.
         ports: candidates to try in turn where no single port is known (see `env://`).
         listen_fd: an inherited listening socket for rank 0's rendezvous, from the launcher.
+        wrap_stream: from a wrapper: called with every stream that `FramedTransport` is about to run over.
+        extra_dials: from a wrapper: connections that `Mesh` makes to each lower rank beyond the one it uses.
     """
 
     name: str
@@ -80,6 +88,8 @@ class Job:
     ports: tuple[int, ...] = ()
     listen_fd: int | None = None
     rendezvous: Rendezvous | None = field(default=None, repr=False)
+    wrap_stream: StreamWrapper | None = field(default=None, repr=False)
+    extra_dials: int = 0
 
     async def meet(self, payload: bytes, address: tuple[str, int] | str | None = None) -> Meeting:
         """Give every rank this rank's `payload`; get all ranks' payloads, in rank order.

@@ -7,6 +7,7 @@ read from it; a stray connection holds nothing up.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import struct
 from collections.abc import Awaitable, Callable, Mapping
@@ -140,6 +141,19 @@ class Mesh:
         except (OSError, ProtocolError) as error:
             raise PeerLostError(f"rank {job.rank} cannot reach {where}: {error}", rank=rank) from None
         self.sockets[rank] = sock
+        for _ in range(job.extra_dials):
+            await self._dial_again(peer)
+
+    async def _dial_again(self, peer: Endpoint) -> None:
+        """One more connection that claims this rank's place; the peer, which has it, hangs up."""
+        family, address = await peer.find()
+        with contextlib.suppress(OSError, ProtocolError), socket.socket(family, socket.SOCK_STREAM) as sock:
+            sock.setblocking(False)
+            await self._loop.sock_connect(sock, address)
+            job = self.job
+            await prove(sock, job.secret, server=False, context=self.context, deadline=job.deadline)
+            await self._loop.sock_sendall(sock, _RANK.pack(job.rank))
+            await self._loop.sock_recv(sock, 1)
 
     async def _accept(self, listener: socket.socket) -> None:
         while True:
