@@ -29,8 +29,8 @@ from .base import (
     no_peer,
 )
 from .framed import ByteStream, FramedParameters, FramedTransport, Terms, blocking
-from .handshake import prove, read_exactly
-from .job import Job, Meeting, Secret, StreamWrapper
+from .handshake import address_text, prove, read_exactly
+from .job import Connection, Job, Meeting, Secret, StreamWrapper
 from .matching import (
     Arrived,
     Inbox,
@@ -59,6 +59,7 @@ __all__ = [
     "CollectiveTimeoutError",
     "CommunicatorClosedError",
     "ConfigError",
+    "Connection",
     "DeviceBuffer",
     "Endpoint",
     "Envelope",
@@ -82,6 +83,7 @@ __all__ = [
     "TransportUnavailableError",
     "UnexpectedMessage",
     "WrapperPlugin",
+    "address_text",
     "awaitable",
     "blocking",
     "copy",

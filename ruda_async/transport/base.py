@@ -200,6 +200,7 @@ class Plugin(Protocol):
         example: a URL that works on one host for the self-test and the docs, without rank and
             world size.
         preference: among transports that can serve, the highest is taken where no scheme is named.
+        needs: optional: what the user has to give before any URL works, so that there is no self-test.
     """
 
     scheme: str

@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ..errors import AuthenticationError, CollectiveTimeoutError, PeerLostError, ProtocolError
-from .handshake import address_text, prove, read_exactly
-from .job import Job
+from .handshake import Peer, address_text, authenticate, read_exactly, write_all
+from .job import Connection, Job
 
 __all__ = ["Endpoint", "Mesh"]
 
@@ -35,10 +35,12 @@ class Endpoint(NamedTuple):
     Attributes:
         find: gives the socket family and the address to dial; may look a name up.
         label: for error texts.
+        name: the host, as a certificate of it would say.
     """
 
     find: Callable[[], Awaitable[tuple[int, Any]]]
     label: str
+    name: str = ""
 
 
 class Mesh:
@@ -51,6 +53,7 @@ class Mesh:
 
     Attributes:
         sockets: a connected, authenticated, non-blocking socket for each rank that has linked up.
+        secured: what secures each of them, where `Job.secure` does.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class Mesh:
         self.job = job
         self.context = b"mesh|" + session
         self.sockets: dict[int, socket.socket] = {}
+        self.secured: dict[int, Connection] = {}
         self._tune = tune
         self._loop = asyncio.get_running_loop()
         self._strangers: dict[asyncio.Task[None], None] = {}  # oldest first
@@ -129,8 +133,10 @@ class Mesh:
                 sock.setblocking(False)
                 self._tune(sock)
                 await self._loop.sock_connect(sock, address)
-                await prove(sock, job.secret, server=False, context=self.context, deadline=job.deadline)
-                await self._loop.sock_sendall(sock, _RANK.pack(job.rank))
+                link = await authenticate(
+                    job, sock, server=False, context=self.context, deadline=job.deadline, name=peer.name
+                )
+                await write_all(self._loop, link, _RANK.pack(job.rank))
             except BaseException:
                 sock.close()
                 raise
@@ -140,9 +146,14 @@ class Mesh:
             raise AuthenticationError(f"rank {job.rank} dialled {where}: {error}", rank=rank) from None
         except (OSError, ProtocolError) as error:
             raise PeerLostError(f"rank {job.rank} cannot reach {where}: {error}", rank=rank) from None
-        self.sockets[rank] = sock
+        self._keep(rank, sock, link)
         for _ in range(job.extra_dials):
             await self._dial_again(peer)
+
+    def _keep(self, rank: int, sock: socket.socket, link: Peer) -> None:
+        self.sockets[rank] = sock
+        if not isinstance(link, socket.socket):
+            self.secured[rank] = link
 
     async def _dial_again(self, peer: Endpoint) -> None:
         """One more connection that claims this rank's place; the peer, which has it, hangs up."""
@@ -151,8 +162,10 @@ class Mesh:
             sock.setblocking(False)
             await self._loop.sock_connect(sock, address)
             job = self.job
-            await prove(sock, job.secret, server=False, context=self.context, deadline=job.deadline)
-            await self._loop.sock_sendall(sock, _RANK.pack(job.rank))
+            link = await authenticate(
+                job, sock, server=False, context=self.context, deadline=job.deadline, name=peer.name
+            )
+            await write_all(self._loop, link, _RANK.pack(job.rank))
             await self._loop.sock_recv(sock, 1)
 
     async def _accept(self, listener: socket.socket) -> None:
@@ -189,13 +202,15 @@ class Mesh:
             sock.setblocking(False)
             self._tune(sock)
             async with asyncio.timeout(min(STRANGER_SECONDS, job.remaining())):
-                await prove(sock, job.secret, server=True, context=self.context, deadline=job.deadline)
-                (rank,) = _RANK.unpack(await read_exactly(self._loop, sock, _RANK.size))
+                link = await authenticate(
+                    job, sock, server=True, context=self.context, deadline=job.deadline
+                )
+                (rank,) = _RANK.unpack(await read_exactly(self._loop, link, _RANK.size))
         except AuthenticationError:
             self._unproved = address
         except OSError:  # and, by inheritance, all else that `prove` raises: no rank of this job
             pass
         else:
             if job.rank < rank < job.world_size and rank not in self.sockets:
-                self.sockets[rank] = sock
+                self._keep(rank, sock, link)
                 self._linked.set()
