@@ -67,8 +67,9 @@ class Mesh:
         self._loop = asyncio.get_running_loop()
         self._strangers: dict[asyncio.Task[None], None] = {}  # oldest first
         self._linked = asyncio.Event()
-        #: The last connection that did not prove the secret.
-        self._unproved = ""
+        self._paused: asyncio.TimerHandle | None = None
+        #: The last connection that did not prove the secret, and why the last one was not accepted.
+        self._unproved = self._unaccepted = ""
 
     async def link(self, listener: socket.socket, peers: Mapping[int, Endpoint]) -> None:
         """Dial the lower ranks and wait for the higher ones; all sockets are closed if that fails.
@@ -90,7 +91,7 @@ class Mesh:
         dialling = [
             self._loop.create_task(self._dial(rank, peer)) for rank, peer in peers.items() if rank < job.rank
         ]
-        accepting = self._loop.create_task(self._accept(listener))
+        self._loop.add_reader(listener, self._accept, listener)
         try:
             async with asyncio.timeout(job.remaining()):
                 await asyncio.gather(*dialling)
@@ -100,7 +101,10 @@ class Mesh:
         except TimeoutError:
             raise self._too_late(tuple(r for r in peers if r not in self.sockets)) from None
         finally:
-            tasks = [accepting, *dialling, *self._strangers]
+            self._loop.remove_reader(listener)
+            if self._paused is not None:
+                self._paused.cancel()
+            tasks = [*dialling, *self._strangers]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -115,6 +119,8 @@ class Mesh:
         )
         if self._unproved:
             text += f"; a connection from {self._unproved} did not prove the secret"
+        if self._unaccepted:
+            text += f"; a connection could not be accepted ({self._unaccepted})"
         return CollectiveTimeoutError(text, missing=missing)
 
     async def _dial(self, rank: int, peer: Endpoint) -> None:
@@ -158,29 +164,36 @@ class Mesh:
     async def _dial_again(self, peer: Endpoint) -> None:
         """One more connection that claims this rank's place; the peer, which has it, hangs up."""
         family, address = await peer.find()
-        with contextlib.suppress(OSError, ProtocolError), socket.socket(family, socket.SOCK_STREAM) as sock:
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as sock:
             sock.setblocking(False)
-            await self._loop.sock_connect(sock, address)
-            job = self.job
-            link = await authenticate(
-                job, sock, server=False, context=self.context, deadline=job.deadline, name=peer.name
-            )
-            await write_all(self._loop, link, _RANK.pack(job.rank))
-            await self._loop.sock_recv(sock, 1)
+            async with asyncio.timeout(STRANGER_SECONDS):
+                await self._loop.sock_connect(sock, address)
+                job = self.job
+                link = await authenticate(
+                    job, sock, server=False, context=self.context, deadline=job.deadline, name=peer.name
+                )
+                await write_all(self._loop, link, _RANK.pack(job.rank))
+                await read_exactly(self._loop, link, 1)
 
-    async def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                sock, address = await self._loop.sock_accept(listener)
-            except OSError:  # descriptors have run out: make room, and look again soon
-                self._evict()
-                await asyncio.sleep(_ACCEPT_PAUSE)
-                continue
-            task = self._loop.create_task(self._greet(sock, address_text(address)))
-            self._strangers[task] = None
-            task.add_done_callback(partial(self._ended, sock))
-            if len(self._strangers) > self.job.world_size + MAX_STRANGERS:
-                self._evict()
+    def _accept(self, listener: socket.socket) -> None:
+        """Take one connection; called whenever there is one, so a flood leaves the loop its turns."""
+        try:
+            sock, address = listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:  # descriptors have run out: make room, and look again soon
+            self._unaccepted = error.strerror or str(error)
+            self._evict()
+            self._loop.remove_reader(listener)
+            self._paused = self._loop.call_later(
+                _ACCEPT_PAUSE, self._loop.add_reader, listener, self._accept, listener
+            )
+            return
+        task = self._loop.create_task(self._greet(sock, address_text(address)))
+        self._strangers[task] = None
+        task.add_done_callback(partial(self._ended, sock))
+        if len(self._strangers) > self.job.world_size + MAX_STRANGERS:
+            self._evict()
 
     def _evict(self) -> None:
         """Send the oldest stranger away, so that the newest, which may be a rank, is heard."""
