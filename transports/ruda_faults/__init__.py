@@ -114,8 +114,10 @@ class _Faulty:
         faults = extract_parameters(FaultParameters, job.parameters)
         _check(job, faults)
         inner = replace(job, parameters=extract_parameters(self._inner.parameters, job.parameters))
+        # What transports are like has to look the same on all ranks: algorithms are chosen by it.
+        declared = faults
         if faults.only_rank not in (None, job.rank):
-            return await self._inner.connect(inner)
+            faults = FaultParameters()
         streams = {}
         if faults.by_bytes:
 
@@ -134,7 +136,9 @@ class _Faulty:
                 f"rank {job.rank}: {names} acts on streams of bytes, and {self._inner.scheme}:// has none; "
                 f"leave {names} out, or take another transport"
             )
-        return FaultyTransport(transport, faults, self.scheme, own_process=self.rank_per == "process")
+        return FaultyTransport(
+            transport, faults, declared, scheme=self.scheme, own_process=self.rank_per == "process"
+        )
 
 
 def _check(job: Job, faults: FaultParameters) -> None:

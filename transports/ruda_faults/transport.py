@@ -62,12 +62,19 @@ class FaultyTransport:
     Args:
         inner: the transport that carries the messages.
         faults: what goes wrong on this rank.
+        declared: what was asked for, on whatever rank.
         scheme: what `describe` says.
         own_process: whether this rank is a process, which `kill_after` kills; else its links are dropped.
     """
 
     def __init__(
-        self, inner: Transport, faults: FaultParameters, scheme: str, *, own_process: bool
+        self,
+        inner: Transport,
+        faults: FaultParameters,
+        declared: FaultParameters,
+        *,
+        scheme: str,
+        own_process: bool,
     ) -> None:
         self._inner = inner
         self._faults = faults
@@ -92,9 +99,9 @@ class FaultyTransport:
         own = inner.capabilities
         self.capabilities = replace(
             own,
-            ordered=own.ordered and not faults.reorder,
-            latency=own.latency + (faults.delay_ms + faults.jitter_ms / 2) / 1000,
-            bandwidth=min(own.bandwidth, faults.bandwidth or own.bandwidth),
+            ordered=own.ordered and not declared.reorder,
+            latency=own.latency + (declared.delay_ms + declared.jitter_ms / 2) / 1000,
+            bandwidth=min(own.bandwidth, declared.bandwidth or own.bandwidth),
         )
         # Nothing of the way in is changed.
         self.recv_into = inner.recv_into
