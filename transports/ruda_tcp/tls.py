@@ -22,6 +22,8 @@ __all__ = ["RECORD", "Contexts", "TlsConnection", "damage"]
 
 #: The most that one TLS record holds, and so what is encrypted at once.
 RECORD = 16 * 1024
+#: A fatal alert, "unexpected message" (RFC 8446, section 6): a plain rank knows by it whom it talks to.
+_ALERT = b"\x15\x03\x03\x00\x02\x02\x0a"
 #: How OpenSSL names what a peer says that found something wrong with our certificate.
 _CERTIFICATE_ALERTS = ("CERTIFICATE", "UNKNOWN_CA", "ACCESS_DENIED", "HANDSHAKE_FAILURE", "DECRYPT_ERROR")
 
@@ -109,6 +111,8 @@ class TlsConnection:
                 await self._flush()
                 await self._more("in the middle of the TLS handshake")
             except ssl.SSLError as error:
+                if not self.outgoing.pending:  # what came was no TLS at all, and OpenSSL does not answer it
+                    self.outgoing.write(_ALERT)
                 with contextlib.suppress(OSError):
                     await self._flush()  # the alert that tells the peer
                 raise self._explained(error) from None
