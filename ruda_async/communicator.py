@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Generator
 from dataclasses import replace
 from time import monotonic
@@ -14,7 +15,7 @@ from .collectives.request import Request
 from .collectives.selector import choose, known_algorithms
 from .collectives.split import Split
 from .config import Config, resolve
-from .errors import CommunicatorClosedError, ConfigError
+from .errors import CommunicatorClosedError, ConfigError, RudaError
 from .node import Node
 from .operations import AsyncOperations
 from .point_to_point import PointToPoint
@@ -314,7 +315,15 @@ async def open_transport(config: Config) -> Transport:
         listen_fd=config.listen_fd,
         rendezvous=meet,
     )
-    return await config.plugin.connect(job)
+    try:
+        return await config.plugin.connect(job)
+    except OSError as error:
+        if isinstance(error, RudaError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise ConfigError(
+            f"rank {config.rank} of {config.world_size} has no file descriptor left ({error.strerror}); a job "
+            f"takes about one for each rank: raise the limit (ulimit -n), or close files"
+        ) from None
 
 
 async def _connect(config: Config) -> AsyncCommunicator:

@@ -20,10 +20,10 @@ async def main():
     exec(before)
     try:
         comm = await ruda_async.connect(url, rank=rank, world_size=world, **{"timeout": 30} | options)
+        await comm.barrier()
     except ruda_async.RudaError as error:
         print("refused", type(error).__name__, str(error).replace(chr(10), " "), flush=True)
         return
-    await comm.barrier()
     print("ready", os.getpid(), flush=True)
     exec(inside)
     try:
@@ -33,6 +33,9 @@ async def main():
             await asyncio.sleep(0.001)
     except PeerLostError as error:
         print("lost", error.rank, time.time(), flush=True)
+    except ruda_async.RudaError as error:
+        print("failed", type(error).__name__, str(error).replace(chr(10), " "), flush=True)
+        return
     began = time.monotonic()
     smaller = await comm.shrink()
     total = await smaller.all_reduce_sum(np.ones(1))

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import socket
 import struct
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from ..errors import AuthenticationError, CollectiveTimeoutError, PeerLostError, ProtocolError
+from ..errors import AuthenticationError, CollectiveTimeoutError, PeerLostError, RudaError
 from .handshake import Peer, address_text, authenticate, read_exactly, write_all
 from .job import Connection, Job
 
@@ -146,15 +147,21 @@ class Mesh:
             except BaseException:
                 sock.close()
                 raise
-        except CollectiveTimeoutError:
-            raise
-        except AuthenticationError as error:
-            raise AuthenticationError(f"rank {job.rank} dialled {where}: {error}", rank=rank) from None
-        except (OSError, ProtocolError) as error:
-            raise PeerLostError(f"rank {job.rank} cannot reach {where}: {error}", rank=rank) from None
+        except OSError as error:  # and, by inheritance, all else that `authenticate` raises
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise  # this rank's own trouble
+            raise self._unreached(error, rank, where) from None
         self._keep(rank, sock, link)
         for _ in range(job.extra_dials):
             await self._dial_again(peer)
+
+    def _unreached(self, error: OSError, rank: int, where: str) -> RudaError:
+        job = self.job
+        if isinstance(error, CollectiveTimeoutError):
+            return error
+        if isinstance(error, AuthenticationError):
+            return AuthenticationError(f"rank {job.rank} dialled {where}: {error}", rank=rank)
+        return PeerLostError(f"rank {job.rank} cannot reach {where}: {error}", rank=rank)
 
     def _keep(self, rank: int, sock: socket.socket, link: Peer) -> None:
         self.sockets[rank] = sock
@@ -215,9 +222,7 @@ class Mesh:
             sock.setblocking(False)
             self._tune(sock)
             async with asyncio.timeout(min(STRANGER_SECONDS, job.remaining())):
-                link = await authenticate(
-                    job, sock, server=True, context=self.context, deadline=job.deadline
-                )
+                link = await authenticate(job, sock, server=True, context=self.context, deadline=job.deadline)
                 (rank,) = _RANK.unpack(await read_exactly(self._loop, link, _RANK.size))
         except AuthenticationError:
             self._unproved = address

@@ -19,7 +19,9 @@ def test_late_and_out_of_order(scheme: str, name: str) -> None:
     run_scenario(name, f"faults+{fresh_url(scheme)}?delay_ms=1&jitter_ms=3&reorder=true&seed=7")
 
 
-@pytest.mark.parametrize("name", ["order_within_a_tag", "cancelled_sends", "aborted_peer", "everyone_to_everyone"])
+@pytest.mark.parametrize(
+    "name", ["order_within_a_tag", "cancelled_sends", "aborted_peer", "everyone_to_everyone"]
+)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_slow_and_on_one_rank_alone(scheme: str, name: str) -> None:
     run_scenario(name, f"faults+{fresh_url(scheme)}?bandwidth=200M&only_rank=1", ranks="threads")

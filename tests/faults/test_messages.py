@@ -87,7 +87,9 @@ async def test_tags_overtake_each_other_and_keep_their_own_order(scheme: str) ->
                 arrived.append((tag, turn))
 
         if comm.rank == 0:
-            sends = [comm.send(np.array([tag, turn]), 1, tag=tag) for turn in range(turns) for tag in range(tags)]
+            sends = [
+                comm.send(np.array([tag, turn]), 1, tag=tag) for turn in range(turns) for tag in range(tags)
+            ]
             await asyncio.gather(*sends)
         else:
             await asyncio.gather(*map(receive, range(tags)))
@@ -153,7 +155,11 @@ async def test_a_rank_that_is_a_task_dies_by_dropping_its_links() -> None:
         assert smaller.world_size == 2
         return str((await smaller.all_reduce_sum(np.ones(1)))[0])
 
-    assert await run_ranks(3, body, url=faulty("memory", "kill_after=9&only_rank=1")) == ["2.0", "dead", "2.0"]
+    assert await run_ranks(3, body, url=faulty("memory", "kill_after=9&only_rank=1")) == [
+        "2.0",
+        "dead",
+        "2.0",
+    ]
 
 
 @pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "memory"])

@@ -109,7 +109,9 @@ def test_conformance_between_processes(certs: Certificates, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["sizes", "order_within_a_tag", "everyone_to_everyone"])
 def test_conformance_under_faults(certs: Certificates, name: str) -> None:
-    run_scenario(name, f"faults+{tls_url(certs, 'jitter_ms=3&reorder=true&duplicate=true&socket_bytes=65536')}")
+    run_scenario(
+        name, f"faults+{tls_url(certs, 'jitter_ms=3&reorder=true&duplicate=true&socket_bytes=65536')}"
+    )
 
 
 async def test_five_ranks_and_what_they_say_of_themselves(certs: Certificates) -> None:
@@ -336,7 +338,12 @@ async def test_the_secret_is_asked_for_inside_tls_too(certs: Certificates) -> No
 async def test_silent_strangers_at_a_tls_port_hold_nothing_up(certs: Certificates) -> None:
     url = tls_url()
     port = int(url.split(":")[2].split("/")[0])
-    said = (b"", b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"\x16\x03\x01\xff\xff")
+    said = (
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"\x16\x03\x01\xff\xff",
+    )
     rank_0 = asyncio.ensure_future(run_each([certs.options()] * 2, add_up, url, 20))
     socks = []
     while len(socks) < len(said):

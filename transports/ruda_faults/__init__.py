@@ -42,9 +42,7 @@ class FaultParameters:
     bandwidth: int = param(
         0, doc="payload per second that leaves for each peer; 0 is no limit", unit="bytes", minimum=0
     )
-    reorder: bool = param(
-        False, doc="messages of different tags overtake each other as their jitter has it"
-    )
+    reorder: bool = param(False, doc="messages of different tags overtake each other as their jitter has it")
     stall_after: int | None = param(
         None, doc="messages after which this rank sends no more, though it lives", minimum=0
     )
@@ -60,9 +58,7 @@ class FaultParameters:
     corrupt_after: int | None = param(
         None, doc="bytes to a peer after which the next one has a bit flipped", minimum=0
     )
-    corrupt_rate: float = param(
-        0.0, doc="the share of bytes that have a bit flipped", minimum=0, maximum=1
-    )
+    corrupt_rate: float = param(0.0, doc="the share of bytes that have a bit flipped", minimum=0, maximum=1)
     duplicate: bool = param(False, doc="dial every lower rank a second time")
 
     @property
@@ -148,7 +144,9 @@ def _check(job: Job, faults: FaultParameters) -> None:
             f"0 to {job.world_size - 1}"
         )
     if faults.kill_after is not None and faults.only_rank is None:
-        raise ConfigError(f"kill_after={faults.kill_after} would kill every rank; say which one by only_rank=")
+        raise ConfigError(
+            f"kill_after={faults.kill_after} would kill every rank; say which one by only_rank="
+        )
     if faults.reorder and not faults.jitter_ms:
         raise ConfigError("reorder=true does nothing without jitter; give jitter_ms= too")
 

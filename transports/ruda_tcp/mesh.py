@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import socket
 from functools import partial
@@ -101,6 +102,8 @@ async def _listen(job: Job, parameters: TcpParameters) -> socket.socket:
                 raise
             return listener
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise
             failure = error
     raise ConfigError(
         f"rank {job.rank} cannot listen on {bind!r}: {failure.strerror if failure else 'no address'}; "

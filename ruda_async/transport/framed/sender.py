@@ -94,7 +94,7 @@ class Sender:
             ident = wire.payload_crc(buffers)  # type: ignore[arg-type]
         frame = wire.encode(wire.MESSAGE, tag, nbytes, head, ident, flags)
         views = [frame, *buffers]
-        if self._writing or self._streams or len(buffers) >= _VECTOR:
+        if self._writing or self._streams or len(buffers) + len(self._queue) >= _VECTOR:
             return self._enqueue([memoryview(v) for v in views])  # type: ignore[arg-type]
         return self._write_now(views, len(frame) + nbytes)
 
