@@ -122,7 +122,7 @@ class TlsConnection:
         """See `Connection.recv_into`."""
         while True:
             try:
-                return self.tls.read(len(view), view)  # type: ignore[return-value,arg-type]
+                return self.tls.read(len(view), view)  # type: ignore[return-value]
             except ssl.SSLWantReadError:
                 await self._flush()
                 await self._more("")

@@ -118,7 +118,7 @@ class TlsStream:
         while got < len(buffer):
             rest = buffer[got:]
             try:
-                size: int = self._tls.read(len(rest), rest)  # type: ignore[assignment,arg-type]
+                size: int = self._tls.read(len(rest), rest)  # type: ignore[assignment]
             except ssl.SSLWantReadError:
                 state = self._fill()
                 if state > 0:
