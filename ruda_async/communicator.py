@@ -321,8 +321,8 @@ async def open_transport(config: Config) -> Transport:
         if isinstance(error, RudaError) or error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
         raise ConfigError(
-            f"rank {config.rank} of {config.world_size} has no file descriptor left ({error.strerror}); a job "
-            f"takes about one for each rank: raise the limit (ulimit -n), or close files"
+            f"rank {config.rank} of {config.world_size} has no file descriptor left ({error.strerror}); a "
+            "job takes about one for each rank: raise the limit (ulimit -n), or close files"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Every transport keeps its promises when messages are late and overtake each other; none passes damage on."""
+"""Every transport keeps its promises when messages are late and overtake each other; no damage passes."""
 
 from __future__ import annotations
 

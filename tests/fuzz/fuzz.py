@@ -2,8 +2,8 @@
 
     python tests/fuzz/fuzz.py link tests/fuzz/corpus/link -max_total_time=600
 
-New input that reaches new code is added to the folder; what fails is written to ``crash-…`` and the exit status
-is not 0. The arguments after the target are libFuzzer's.
+New input that reaches new code is added to the folder; what fails is written to ``crash-…``, and the exit
+status is not 0. The arguments after the target are libFuzzer's.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from ruda_tcp.mesh import _Peer
 
 from ruda_async import notices
-from ruda_async.errors import AuthenticationError, ConfigError, ProtocolError, RudaError
+from ruda_async.errors import AuthenticationError, ConfigError, PeerLostError, ProtocolError, RudaError
 from ruda_async.node import _NOTICES
 from ruda_async.rendezvous.records import Join, refused_error
 from ruda_async.transport import Terms, wire
@@ -91,6 +92,38 @@ def link(data: bytes) -> None:
         raise AssertionError(f"{one.receiver.early_bytes} early bytes are kept")
     with contextlib.suppress(RudaError, UnexpectedMessage):
         one.receiver.recv_into(5, (memoryview(small),), b"")
+    one.end(PeerLostError("the end", rank=1))
+    _loop.run_until_complete(asyncio.sleep(0))  # what it has asked the loop for
+    if not _loop_is_idle():
+        raise AssertionError("a link that has ended still asks the loop for something")
+
+
+def _loop_is_idle() -> bool:
+    return not getattr(_loop, "_ready", None)
+
+
+#: kind, flags, ident, tag, which size, whether the payload comes too, and whether it has a checksum
+_FIELDS = struct.Struct("<BBBBBBB")
+_SIZES = (0, 1, 8, 200, 256, 257, 500, 1000, 4096, 1 << 20, 1 << 40, (1 << 62) - 1)
+
+
+def frames(data: bytes) -> None:
+    """Frames with right checksums around whatever contents, seven bytes for each; see `link`."""
+    body = bytearray(data[:1])
+    for at in range(1, min(len(data), 400) - _FIELDS.size, _FIELDS.size):
+        kind, flags, ident, tag, size, follows, checked = _FIELDS.unpack_from(data, at)
+        kind = wire.MESSAGE + kind % 9
+        nbytes = _SIZES[size % len(_SIZES)]
+        payload = bytes(min(nbytes, 1000) if follows % 2 else 0)
+        if kind not in (wire.MESSAGE, wire.OFFER, wire.DATA, wire.CREDIT):
+            nbytes = 0
+        numbers = {"tag": tag % 8, "ident": ident % 4}
+        if checked % 2:
+            flags |= wire.CHECKED
+            numbers["tag" if kind == wire.DATA else "ident"] = wire.payload_crc((payload,))
+        body += wire.encode(kind, payload_bytes=nbytes, head=b"h" * (flags >> 7), flags=flags & 3, **numbers)
+        body += payload
+    link(bytes(body))
 
 
 def frame(data: bytes) -> None:
@@ -157,14 +190,16 @@ def handshake(data: bytes) -> None:
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
-    target.__name__: target for target in (link, frame, record, peer, notice, url, handshake)
+    target.__name__: target for target in (link, frames, frame, record, peer, notice, url, handshake)
 }
 
 
 def _seeds() -> Iterator[tuple[str, bytes]]:
     """Well-formed input for each target, from which mutations go deeper than from noise."""
     small = wire.encode(wire.MESSAGE, 3, 8) + b"12345678"
-    checked = wire.encode(wire.MESSAGE, 3, 8, b"", wire.payload_crc((b"12345678",)), wire.CHECKED) + b"12345678"
+    checked = (
+        wire.encode(wire.MESSAGE, 3, 8, b"", wire.payload_crc((b"12345678",)), wire.CHECKED) + b"12345678"
+    )
     offer = wire.encode(wire.OFFER, 4, 1000, b"h", ident=1)
     parts = b"".join(
         wire.encode(wire.DATA, wire.payload_crc((bytes(500),)), 500, ident=1, flags=wire.CHECKED) + bytes(500)
@@ -180,6 +215,12 @@ def _seeds() -> Iterator[tuple[str, bytes]]:
     for body in (small, offer + parts, early, control, small + offer + parts + early + control + bye):
         yield "link", b"\0" + body
     yield "link", b"\xff" + checked + offer + parts + bye
+    yield (
+        "frames",
+        b"\0"
+        + bytes((0, 0, 0, 3, 2, 1, 0, 1, 0x80, 1, 4, 7, 0, 0, 3, 0, 1, 0, 6, 1, 0, 3, 0, 1, 0, 6, 1, 0, 8)),
+    )
+    yield "frames", b"\xff" + bytes(range(1, 92))
     for whole in (small, checked, offer, bye):
         yield "frame", whole
     join = Join("lab", 1, 2, b"payload").pack()

@@ -60,10 +60,17 @@ def test_frames_that_are_sound_and_make_no_sense(kind: int) -> None:
     """Right checksums around wrong contents, which mutations hardly find."""
     from ruda_async.transport import wire
 
-    numbers = st.sampled_from([0, 1, 3, 4, 5, 8, 200, 256, 257, 500, 1000, 4096, 1 << 20, 1 << 40, (1 << 62) - 1])
+    numbers = st.sampled_from(
+        [0, 1, 3, 4, 5, 8, 200, 256, 257, 500, 1000, 4096, 1 << 20, 1 << 40, (1 << 62) - 1]
+    )
     frames = st.lists(
         st.tuples(
-            st.just(kind) | st.integers(1, 9), numbers, numbers, st.integers(0, 3), st.integers(0, 3), st.booleans()
+            st.just(kind) | st.integers(1, 9),
+            numbers,
+            numbers,
+            st.integers(0, 3),
+            st.integers(0, 3),
+            st.booleans(),
         ),
         max_size=12,
     )
@@ -119,4 +126,6 @@ if __name__ == "__main__":
     for target, seed in SEEDS:
         folder = CORPUS / target
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"seed-{sum(t == target for t, _ in SEEDS[: SEEDS.index((target, seed))])}").write_bytes(seed)
+        (folder / f"seed-{sum(t == target for t, _ in SEEDS[: SEEDS.index((target, seed))])}").write_bytes(
+            seed
+        )

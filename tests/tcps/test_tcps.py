@@ -298,8 +298,8 @@ async def test_no_certificate_at_all(certs: Certificates) -> None:
             break
         except ConnectionRefusedError:
             await asyncio.sleep(0.01)
+    writer.write(b"RUDA")
     with pytest.raises((ssl.SSLError, ConnectionError)):
-        writer.write(b"RUDA")
         await reader.readexactly(1)
     writer.close()
     error = await task

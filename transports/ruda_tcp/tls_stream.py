@@ -14,7 +14,7 @@ from .tls import RECORD, TlsConnection, damage
 
 __all__ = ["TlsStream"]
 
-#: Encrypted at once: well under a millisecond, and what one stream holds back at most when its socket is full.
+#: Encrypted at once: well under a millisecond, and the most that waits here when the socket is full.
 _TURN = 256 * 1024
 #: Read from the socket at once.
 _BITE = 128 * 1024
