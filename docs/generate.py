@@ -23,7 +23,7 @@ from ruda_async.communicator import open_transport
 from ruda_async.config import CommonParameters, resolve
 from ruda_async.transport import Capabilities
 from ruda_async.transport.parameters import describe_parameters
-from ruda_async.transport.registry import get_plugin
+from ruda_async.transport.registry import get_plugin, plugins
 
 DOCS = Path(__file__).parent
 #: Plugins that other distributions add do not belong into this documentation.
@@ -55,10 +55,20 @@ def parameter_table(cls: type) -> str:
     rows = []
     for row in describe_parameters(cls):
         default = f"{row.default} {row.unit}".strip() if row.default else ""
-        if row.unit == "bytes":
+        if row.unit == "bytes" and row.default:
             default = binary_size(int(row.default))
         rows.append([f"`{row.name}`", row.type, default, row.doc])
     return table(["parameter", "type", "default", "meaning"], rows)
+
+
+def wrapper_parameters(scheme: str) -> Callable[[], str]:
+    """The parameters that a wrapper adds to those of the transport inside."""
+    return lambda: parameter_table(plugins()[scheme].load().parameters)
+
+
+def transport_parameters(scheme: str) -> Callable[[], str]:
+    """The parameters of one transport, for the page of its own."""
+    return lambda: parameter_table(get_plugin(scheme).parameters)
 
 
 def parameters() -> str:
@@ -163,6 +173,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "parameters": parameters,
     "algorithms": algorithms,
     "choices": choices,
+    "faults_parameters": wrapper_parameters("faults"),
+    "tcps_parameters": transport_parameters("tcps"),
 }
 
 
@@ -183,7 +195,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 where out of date")
     check = parser.parse_args().check
     stale = 0
-    for page in sorted(DOCS.glob("*.md")):
+    for page in sorted(DOCS.rglob("*.md")):
         before = page.read_text(encoding="utf-8")
         after = generated(before)
         if after != before:

@@ -111,6 +111,9 @@ def _examine(info: PluginInfo, test: bool) -> dict[str, Any]:
         return {**found, "detail": reason}
     if getattr(plugin, "wraps", False):
         return {**found, "status": "wrapper", "detail": f"goes around another transport: {info.scheme}+…://"}
+    needs = getattr(plugin, "needs", "")
+    if needs:  # no example works without what only its user has
+        return {**found, "status": "usable", "detail": f"needs {needs}"}
     if not test:
         return {**found, "status": "usable"}
     if plugin.rank_per == "engine":

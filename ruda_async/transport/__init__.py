@@ -29,8 +29,8 @@ from .base import (
     no_peer,
 )
 from .framed import ByteStream, FramedParameters, FramedTransport, Terms, blocking
-from .handshake import prove, read_exactly
-from .job import Job, Meeting, Secret
+from .handshake import address_text, prove, read_exactly
+from .job import Connection, Job, Meeting, Secret, StreamWrapper
 from .matching import (
     Arrived,
     Inbox,
@@ -62,6 +62,7 @@ __all__ = [
     "CollectiveTimeoutError",
     "CommunicatorClosedError",
     "ConfigError",
+    "Connection",
     "DeviceBuffer",
     "Endpoint",
     "Envelope",
@@ -84,11 +85,13 @@ __all__ = [
     "Regions",
     "RudaError",
     "Secret",
+    "StreamWrapper",
     "Terms",
     "Transport",
     "TransportUnavailableError",
     "UnexpectedMessage",
     "WrapperPlugin",
+    "address_text",
     "awaitable",
     "blocking",
     "copy",

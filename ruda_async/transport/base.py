@@ -207,6 +207,7 @@ class Plugin(Protocol):
         example: a URL that works on one host for the self-test and the docs, without rank and
             world size.
         preference: among transports that can serve, the highest is taken where no scheme is named.
+        needs: optional: what the user has to give before any URL works, so that there is no self-test.
 
     A plugin whose transports have providers also has the attribute ``provider_names``, a tuple of the names
     that ``algorithm=`` then takes.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import mmap
 import os
@@ -165,6 +166,8 @@ async def _give(job: Job, sock: socket.socket, ring_bytes: int) -> tuple[mmap.mm
         raise PeerLostError(f"rank {job.rank}: a rank died while memory was shared with it") from None
     except OSError as error:
         ours.close()
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
         raise ConfigError(
             f"rank {job.rank} cannot have {size} bytes of shared memory per pair of ranks "
             f"({error.strerror}); give a smaller ring_bytes= than {ring_bytes}, or more memory"
@@ -174,10 +177,12 @@ async def _give(job: Job, sock: socket.socket, ring_bytes: int) -> tuple[mmap.mm
 
 async def _take(job: Job, sock: socket.socket, rank: int) -> tuple[mmap.mmap, socket.socket]:
     """The pair's memory, and the socket for more of it, from the peer."""
-    data, descriptors, _, _ = await _ready(
+    data, descriptors, flags, _ = await _ready(
         job, sock, partial(socket.recv_fds, sock, _SIZE.size, 2), reading=True
     )
     try:
+        if flags & socket.MSG_CTRUNC:  # the kernel had no place for the descriptors
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         if len(data) != _SIZE.size or len(descriptors) != 2:
             raise PeerLostError(f"rank {rank} died, or had no memory to share", rank=rank)
         (size,) = _SIZE.unpack(data)

@@ -54,8 +54,18 @@ class FramedTransport:
         self._closed: CommunicatorClosedError | None = None
         self._closing: asyncio.Task[None] | None = None
         activity = Activity(self.loop)
+        wrap = job.wrap_stream
         self._links = {
-            peer: Link(peer, stream, parameters.terms, terms[peer], self.loop, activity, self._stale)
+            peer: Link(
+                peer,
+                stream if wrap is None else wrap(peer, stream),
+                parameters.terms,
+                terms[peer],
+                self.loop,
+                activity,
+                self._stale,
+                parameters.checksum,
+            )
             for peer, stream in streams.items()
         }
         # The hot calls, by peer, without an object between.
