@@ -31,6 +31,7 @@ from .base import (
 from .framed import ByteStream, FramedParameters, FramedTransport, Terms, blocking
 from .handshake import prove, read_exactly
 from .job import Job, Meeting, Secret
+from .locality import host_identity, host_numbers
 from .matching import (
     Arrived,
     Inbox,
@@ -44,7 +45,7 @@ from .matching import (
 )
 from .mesh import MAX_STRANGERS, Endpoint, Mesh
 from .parameters import extract_parameters, merge_parameters, param
-from .registry import WrapperPlugin
+from .registry import WrapperPlugin, composable_plugins
 
 __all__ = [
     "DONE",
@@ -83,10 +84,13 @@ __all__ = [
     "WrapperPlugin",
     "awaitable",
     "blocking",
+    "composable_plugins",
     "copy",
     "extract_parameters",
     "fail_future",
     "gather_bytes",
+    "host_identity",
+    "host_numbers",
     "merge_parameters",
     "never_stale",
     "no_peer",

@@ -35,6 +35,7 @@ class Sender:
     """Frames to one peer.
 
     Attributes:
+        loop: the event loop that writes.
         refusal: why nothing can be sent any more, once that is so.
         spoke: something was written since the last ping.
         bye_sent: the goodbye is queued or written.
@@ -50,7 +51,7 @@ class Sender:
     ) -> None:
         self._stream = stream
         self._write = stream.write
-        self._loop = loop
+        self.loop = loop
         self._activity = activity
         self._on_broken = on_broken
         self._eager = terms.eager_bytes
@@ -124,7 +125,7 @@ class Sender:
 
     def _enqueue(self, views: list[memoryview]) -> Awaitable[None]:
         """Write behind what is being written already; the caller's memory is used until then."""
-        future: asyncio.Future[None] = self._loop.create_future()
+        future: asyncio.Future[None] = self.loop.create_future()
         item = Item([v for v in views if len(v)], future)
         future.add_done_callback(item.detach)
         self._queue.append(item)
@@ -149,7 +150,7 @@ class Sender:
     def _offer(self, tag: int, buffers: Sequence[Buffer], head: bytes, nbytes: int) -> Awaitable[None]:
         """Start a message that waits for its receive."""
         self._ident = ident = (self._ident + 1) & 0xFFFFFFFF
-        future: asyncio.Future[None] = self._loop.create_future()
+        future: asyncio.Future[None] = self.loop.create_future()
         message = Outbound(ident, tag, buffers, nbytes, future)
         if nbytes > self._eager and self._take_announcement(tag):
             frame = wire.encode(wire.OFFER, tag, nbytes, head, ident, FOLLOWS)

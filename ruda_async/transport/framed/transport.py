@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from ...errors import CommunicatorClosedError, PeerLostError
 from ..base import Buffer, Capabilities, Envelope, never_stale, no_peer
 from ..job import Job
-from .activity import Activity
+from .activity import activity_of
 from .link import Link
 from .parameters import FramedParameters
 from .stream import ByteStream, Terms
@@ -49,7 +49,7 @@ class FramedTransport:
         self._job_name = job.name
         self._closed: CommunicatorClosedError | None = None
         self._closing: asyncio.Task[None] | None = None
-        activity = Activity(self.loop)
+        activity = activity_of(self.loop)
         self._links = {
             peer: Link(peer, stream, parameters.terms, terms[peer], self.loop, activity, self._stale)
             for peer, stream in streams.items()
