@@ -14,6 +14,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from . import notices
+from .collectives.layout import narrowed
 from .collectives.request import Request
 from .errors import (
     CollectiveTimeoutError,
@@ -77,7 +78,7 @@ class Operation:
         self.settings = settings
         self.rank = channel.rank
         self.size = channel.size
-        self.capabilities: Capabilities = node.capabilities
+        self.capabilities: Capabilities = channel.capabilities
         self.head = b""
         self.error: RudaError | None = None
         self.started = monotonic()
@@ -170,6 +171,7 @@ class Channel:
         name: for people; the same on all ranks.
         members: the job's rank of each group rank.
         rank, size: this rank's place in `members`, and their number.
+        capabilities: the transport's, with the hosts of `members` alone.
     """
 
     def __init__(self, node: Node, id: int, name: str, members: tuple[int, ...], sequence: int = 0) -> None:
@@ -179,6 +181,7 @@ class Channel:
         self.members = members
         self.rank = members.index(node.transport.rank)
         self.size = len(members)
+        self.capabilities: Capabilities = narrowed(node.capabilities, members)
         self.next = sequence
         self.active: dict[int, Operation] = {}
         #: Failures that peers announced for calls this rank has not reached: sequence → error.

@@ -103,7 +103,7 @@ class AsyncCommunicator(AsyncOperations):
             operation,
             nbytes,
             self.world_size,
-            self._node.capabilities,
+            self._channel.capabilities,
             self._settings,
             exact=self._settings.order == "exact",
         )

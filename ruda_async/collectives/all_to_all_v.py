@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from ..errors import ProtocolError, TensorContractError
 from ..tensors import TensorSpec, adapter_for
 from ..traits import VariableTensorExchange
+from . import hierarchical
 from .messages import (
     UNLIMITED,
     copy_all,
@@ -258,7 +259,8 @@ class AllToAllV(Generic[T]):
     The result is ``VariableTensorExchange([sum(receive_counts), …], receive_counts)``, rows in the order
     of their sources. Every rank enters, with zero rows too.
 
-    Within a byte budget (`Settings.max_bytes`) messages are of whole rows and all ranks join all rounds.
+    Within a byte budget (`Settings.max_bytes`) messages are of whole rows and go straight to their ranks, and
+    all ranks join all rounds.
 
     The exchange is the pairwise one of Thakur, Rabenseifner & Gropp (2005), with all steps under way at
     once.
@@ -322,7 +324,8 @@ class AllToAllV(Generic[T]):
         rows = Rows(self.operation, adapter, self._value, plan.result, unit, self._out, self._target)
         limit = message_limit(link)
         if limit == UNLIMITED:
-            await uneven(link, outgoing, unit, rows.place)
+            shared = link.capabilities.hosts is not None and plan.algorithm(link) == "hierarchical"
+            await (hierarchical.all_to_all_v if shared else uneven)(link, outgoing, unit, rows.place)
         elif limit < unit:
             raise TensorContractError(
                 f"{self.operation}: one row has {unit} bytes, and the transport's largest message "

@@ -42,6 +42,8 @@ class _Case(NamedTuple):
         segment: the payload at which throughput has levelled off.
         exact: whether the documented order of summation is asked for.
         wide: bytes that an algorithm sends where it has to send unrounded partial results.
+        hosts: the number of hosts, where several ranks share one and there are several; else 1.
+        together: the most ranks that share a host, as far as known; else 1.
     """
 
     nbytes: int
@@ -50,6 +52,8 @@ class _Case(NamedTuple):
     segment: int
     exact: bool
     wide: int
+    hosts: int
+    together: int
 
 
 class _Row(NamedTuple):
@@ -82,6 +86,11 @@ _TABLES: dict[str, tuple[_Row, ...]] = {
             "recursive_doubling",
             lambda c: c.wide <= c.pipe / 2,
             "few bytes: log2(ranks) rounds are the least latency",
+        ),
+        _Row(
+            "hierarchical",
+            lambda c: c.hosts > 1,
+            "ranks share hosts: what can be added within a host is, so less goes between hosts",
         ),
         _Row(
             "ring",
@@ -129,6 +138,11 @@ _TABLES: dict[str, tuple[_Row, ...]] = {
     ),
     "all_gather": (
         _Row(
+            "hierarchical",
+            lambda c: c.hosts > 1 and c.size * c.nbytes > c.pipe,
+            "ranks share hosts: a shard goes to each host once, and on within it",
+        ),
+        _Row(
             "direct",
             lambda c: c.size <= 4 or (c.size <= 8 and c.nbytes <= c.pipe),
             "few ranks: every shard goes straight to everyone in one round",
@@ -172,7 +186,14 @@ _TABLES: dict[str, tuple[_Row, ...]] = {
         ),
         _Row("pairwise", _always, "every block goes straight to its rank"),
     ),
-    "all_to_all_v": (_Row("pairwise", _always, "every block goes straight to its rank"),),
+    "all_to_all_v": (
+        _Row(
+            "hierarchical",
+            lambda c: c.hosts > 1 and c.together >= 4,
+            "many ranks share hosts: blocks between hosts are joined, so there are fewer messages",
+        ),
+        _Row("pairwise", _always, "every block goes straight to its rank"),
+    ),
     "barrier": (_Row("dissemination", _always, "log2(ranks) rounds of empty messages"),),
 }
 
@@ -180,6 +201,10 @@ _TABLES: dict[str, tuple[_Row, ...]] = {
 _NEEDS: dict[tuple[str, str], tuple[Callable[[_Case], bool], str]] = {
     ("reduce_scatter", "recursive_halving"): (_power_of_two, "a power of two of ranks"),
     ("reduce_scatter", "ring"): (lambda c: not c.exact, 'order="any"'),
+}
+_NEEDS |= {
+    (operation, "hierarchical"): (lambda c: c.hosts > 1, "several hosts that ranks share")
+    for operation in ("all_reduce", "all_gather", "all_to_all_v")
 }
 
 _ALGORITHMS: dict[str, frozenset[str]] = {
@@ -235,6 +260,7 @@ def _choose(
         raise ConfigError(f"no operation is called {operation!r}; there are {', '.join(sorted(_TABLES))}")
     if wanted is not None and wanted not in _KNOWN:
         raise ConfigError(f"algorithm={wanted!r} is not known; there are {', '.join(_KNOWN)}")
+    hosts = capabilities.hosts if capabilities.hosts is not None and len(capabilities.hosts) == size else None
     case = _Case(
         nbytes,
         size,
@@ -242,6 +268,8 @@ def _choose(
         capabilities.segment_bytes,
         exact,
         2 * nbytes if widens else nbytes,
+        1 if hosts is None else max(hosts) + 1,
+        1 if hosts is None else max(map(hosts.count, hosts)),
     )
     passed_over = ""
     if wanted is not None:

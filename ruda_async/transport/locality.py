@@ -11,8 +11,8 @@ from hashlib import blake2b
 __all__ = ["host_identity", "host_numbers"]
 
 _BOOT = "/proc/sys/kernel/random/boot_id"
-#: Abstract sockets are seen within a network namespace, System V memory within an IPC namespace, and users are
-#: told apart within a user namespace.
+#: Abstract sockets are seen within a network namespace, System V memory within an IPC namespace, and users
+#: are told apart within a user namespace.
 _NAMESPACES = ("net", "ipc", "user")
 
 

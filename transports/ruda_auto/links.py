@@ -1,8 +1,8 @@
 """Joining with several transports by one meeting.
 
-Each transport is told to join as if it were alone, and comes as far as its own meeting. What all of them want
-to tell their peers then goes into one meeting of the job, and each hears the answer to its own part: with the
-ranks that it is to link up with. One that fails before is done without; one that has no rank to link is ended.
+Each transport is told to join as if it were alone, and comes as far as its own meeting. What all of them
+want to tell their peers then goes into one meeting of the job, and each hears the answer to its own part,
+with the ranks that it is to link up with. One that fails before is done without; one without peers is ended.
 """
 
 from __future__ import annotations
@@ -117,8 +117,9 @@ def _refusals(job: Job) -> dict[str, Bid]:
     unknown = named - {plugin.scheme for plugin in known}
     if unknown:
         raise ConfigError(
-            f"rank {job.rank}: without={job.parameters.without!r:.80} names {', '.join(sorted(unknown))!r:.80}; "
-            f"there are {', '.join(plugin.scheme for plugin in known)}"
+            f"rank {job.rank}: without={job.parameters.without!r:.80} names no transport in "
+            f"{', '.join(map(repr, sorted(unknown))):.80}; there are "
+            + ", ".join(plugin.scheme for plugin in known)
         )
     reasons = {p.scheme: "without= names it" if p.scheme in named else p.unavailable() for p in known}
     return {

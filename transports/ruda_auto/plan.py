@@ -101,9 +101,9 @@ def decide(rank: int, offers: Sequence[Offer]) -> Plan:
             if scheme is None:
                 where = "one host" if ours.host == theirs.host else "two hosts"
                 raise ConfigError(
-                    f"ranks {low} and {high}, on {where}, have no transport in common that links them: rank "
-                    f"{low} has {_shown(ours)}; rank {high} has {_shown(theirs)}; install one on both, or take "
-                    "its scheme out of without="
+                    f"ranks {low} and {high}, on {where}, have no transport in common that links them: "
+                    f"rank {low} has {_shown(ours)}; rank {high} has {_shown(theirs)}; install one on both, "
+                    "or take its scheme out of without="
                 )
             if rank in (low, high):
                 routes[low + high - rank] = scheme
