@@ -176,7 +176,10 @@ class Transport(Protocol):
         ...
 
     def describe(self) -> dict[str, object]:
-        """A few facts for people: scheme, addresses, links, parameters. No secrets."""
+        """A few facts for people: scheme, addresses, parameters. No secrets.
+
+        A transport that chooses among others says under ``links`` which it took: scheme → peers.
+        """
         ...
 
     def stats(self) -> dict[int, dict[str, int]]:

@@ -38,15 +38,17 @@ class AutoPlugin:
     @property
     def parameters(self) -> type[Any]:
         """`AutoParameters` and the parameters of every transport that may be taken, each name once."""
-        from .parameters import joined
+        from .plugins import joined
 
         classes = [AutoParameters, *(plugin.parameters for plugin in composable_plugins())]
         return joined(tuple(classes))
 
     def unavailable(self) -> str | None:
         """None where at least one transport over a network can be taken."""
+        from .plugins import why_not
+
         network = [plugin for plugin in composable_plugins() if getattr(plugin, "reach", "") == "network"]
-        reasons = {plugin.scheme: plugin.unavailable() for plugin in network}
+        reasons = {plugin.scheme: why_not(plugin) for plugin in network}
         if any(reason is None for reason in reasons.values()):
             return None
         listed = "; ".join(f"{scheme}: {reason}" for scheme, reason in reasons.items()) or "none is installed"

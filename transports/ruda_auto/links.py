@@ -23,8 +23,8 @@ from ruda_async.transport import (
     host_identity,
 )
 
-from .parameters import part_for
 from .plan import Bid, Offer, Plan, decide
+from .plugins import part_for, why_not
 
 __all__ = ["open_links"]
 
@@ -121,7 +121,7 @@ def _refusals(job: Job) -> dict[str, Bid]:
             f"{', '.join(map(repr, sorted(unknown))):.80}; there are "
             + ", ".join(plugin.scheme for plugin in known)
         )
-    reasons = {p.scheme: "without= names it" if p.scheme in named else p.unavailable() for p in known}
+    reasons = {p.scheme: "without= names it" if p.scheme in named else why_not(p) for p in known}
     return {
         plugin.scheme: Bid(getattr(plugin, "reach", ""), plugin.preference, None, reason)
         for plugin in known

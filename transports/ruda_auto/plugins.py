@@ -1,4 +1,4 @@
-"""One set of URL parameters for several transports."""
+"""What is asked of the plugins that may take part: whether they are usable, and one set of URL parameters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import Field, field, fields, make_dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
 
-__all__ = ["joined", "part_for"]
+from ruda_async.transport import Plugin
+
+__all__ = ["joined", "part_for", "why_not"]
 
 P = TypeVar("P")
 
@@ -36,3 +38,11 @@ def part_for(cls: type[P], given: Any) -> P:
     """The parameters of one of the classes, with its own default where nothing was given."""
     values = {declared.name: getattr(given, declared.name) for declared in fields(cls)}  # type: ignore[arg-type]
     return cls(**{name: value for name, value in values.items() if value is not None})
+
+
+def why_not(plugin: Plugin) -> str | None:
+    """None where `plugin` is usable here, else one line that says why not; a careless one does not raise."""
+    try:
+        return plugin.unavailable()
+    except Exception as error:
+        return f"unavailable() raised {type(error).__name__}: {error}"
