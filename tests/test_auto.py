@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,12 +30,13 @@ from ruda_async import (
     PeerLostError,
     ProtocolError,
     TensorContractError,
+    sync,
 )
 from ruda_async.config import environment, resolve
 from ruda_async.launch.plan import prepare
 from ruda_async.transport import Capabilities, Job, composable_plugins, host_identity, host_numbers, param
 from ruda_async.transport.conformance import SCENARIOS, run_scenario, runner
-from ruda_async.transport.registry import get_plugin, register_plugin, unregister_plugin
+from ruda_async.transport.registry import get_plugin, plugins, register_plugin, unregister_plugin
 
 if "auto" in SCHEMES:
     from ruda_auto.plan import Bid, Offer, decide
@@ -51,13 +55,13 @@ async def links(comm: AsyncCommunicator) -> dict[str, list[int]]:
 
 
 @contextmanager
-def known(*plugins: Any) -> Iterator[None]:
-    for plugin in plugins:
+def known(*made: Any) -> Iterator[None]:
+    for plugin in made:
         register_plugin(plugin)
     try:
         yield
     finally:
-        for plugin in plugins:
+        for plugin in made:
             unregister_plugin(plugin.scheme)
 
 
@@ -149,6 +153,32 @@ async def test_a_link_that_cannot_be_made_after_all_fails_the_job_at_once() -> N
     assert time.monotonic() - started < 20, "somebody waited for the deadline"
     await asyncio.sleep(0)
     assert len(os.listdir("/proc/self/fd")) <= open_before
+
+
+async def test_where_anonymous_memory_is_forbidden_the_network_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def body(comm: AsyncCommunicator) -> Any:
+        return await links(comm), comm.describe()["transport"]["unused"]["shm"]
+
+    def forbidden(*_: Any) -> int:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", forbidden)
+    (found, reason), _ = await run_ranks(2, body, url=fresh_url("auto"))
+    assert found == {"tcp": [1]}
+    assert "may not make anonymous memory (Operation not permitted)" in reason
+
+
+async def test_over_ipv6() -> None:
+    with socket.socket(socket.AF_INET6) as sock:
+        try:
+            sock.bind(("::1", 0))
+        except OSError:
+            pytest.skip("no IPv6 here")
+        port = sock.getsockname()[1]
+    found = await run_each([{"island": name} for name in "aab"], links, f"auto://[::1]:{port}/six")
+    assert found[2] == {"tcp": [0, 1]}
 
 
 async def test_ranks_without_a_link_all_fail() -> None:
@@ -304,6 +334,35 @@ async def test_hierarchical_results_have_the_bits_of_the_others(islands: str) ->
     options = [{"island": name, "algorithm": "hierarchical"} for name in islands]
     results = await run_each(options, body, fresh_url("auto"))
     assert results == await run_ranks(size, body, url=fresh_url("memory"), algorithm="pairwise")
+
+
+def test_blocking_calls_over_links_of_both_kinds() -> None:
+    """Such calls run by hand as far as they get, and wait on one link while frames may wait on another."""
+    url = fresh_url("auto")
+
+    def rank(number: int) -> list[float]:
+        with sync.connect(url, rank=number, world_size=4, timeout=30, **PAIRS[number]) as comm:
+            sums = []
+            for turn in range(60):
+                rows = 1 + turn * turn * 20
+                total = comm.all_reduce_sum(np.full(rows, number + turn, np.float32))
+                gathered = comm.all_gather(np.full(rows, number, np.int32))
+                sums.append(float(total[-1]) + float(gathered.sum()) / rows)
+            return sums
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(rank, range(4)))
+    assert found == [[4.0 * turn + 6 + 6 for turn in range(60)]] * 4
+
+
+def test_doctor_says_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ruda_async.cli import doctor
+
+    auto = plugins()["auto"]
+    monkeypatch.setattr(doctor, "plugins", lambda: {"auto": auto})
+    (found,) = doctor.examine()["transports"]
+    assert found["status"] == "works"
+    assert found["detail"].endswith("between two ranks here: shm")
 
 
 # ---------------------------------------------------------------------- defaults and parameters

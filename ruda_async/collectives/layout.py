@@ -32,15 +32,20 @@ class Layout:
         members: the ranks of each host, in order.
     """
 
-    __slots__ = ("_place", "hosts", "members")
+    __slots__ = ("_mates", "_others", "_place", "_served", "hosts", "members")
 
     def __init__(self, hosts: tuple[int, ...]) -> None:
+        ranks, numbers = range(len(hosts)), range(max(hosts) + 1)
         self.hosts = hosts
-        self.members = tuple(
-            tuple(rank for rank, its_host in enumerate(hosts) if its_host == host)
-            for host in range(max(hosts) + 1)
-        )
-        self._place = [self.members[host].index(rank) for rank, host in enumerate(hosts)]
+        self.members = tuple(tuple(rank for rank in ranks if hosts[rank] == host) for host in numbers)
+        self._place = [self.members[hosts[rank]].index(rank) for rank in ranks]
+        self._mates = [_round(self.members[hosts[rank]], self._place[rank]) for rank in ranks]
+        self._others = [_round(tuple(numbers), host) for host in numbers]
+        served: list[list[int]] = [[] for _ in ranks]
+        for rank in ranks:
+            for host in self.others(rank):
+                served[self.proxy(host, rank)].append(rank)
+        self._served = list(map(tuple, served))
 
     def proxy(self, host: int, rank: int) -> int:
         """The rank of `host` that deals with `rank` for all of that host; `rank` itself on its own.
@@ -54,23 +59,20 @@ class Layout:
 
     def mates(self, rank: int) -> tuple[int, ...]:
         """The other ranks of `rank`'s host, from the next one round."""
-        members = self.members[self.hosts[rank]]
-        at = self._place[rank]
-        return members[at + 1 :] + members[:at]
+        return self._mates[rank]
 
-    def others(self, rank: int) -> list[int]:
+    def others(self, rank: int) -> tuple[int, ...]:
         """The hosts that are not `rank`'s, from the next one round."""
-        count = len(self.members)
-        return [(self.hosts[rank] + step) % count for step in range(1, count)]
+        return self._others[self.hosts[rank]]
 
     def served(self, proxy: int) -> tuple[int, ...]:
         """The ranks of other hosts with which `proxy` deals for its host, in rank order."""
-        host = self.hosts[proxy]
-        return tuple(
-            rank
-            for rank, its_host in enumerate(self.hosts)
-            if its_host != host and self.proxy(host, rank) == proxy
-        )
+        return self._served[proxy]
+
+
+def _round(items: tuple[int, ...], place: int) -> tuple[int, ...]:
+    """All but the one at `place`, from the next one round."""
+    return items[place + 1 :] + items[:place]
 
 
 @lru_cache(maxsize=256)

@@ -47,11 +47,14 @@ class AutoPlugin:
         """None where at least one transport over a network can be taken."""
         from .plugins import why_not
 
-        network = [plugin for plugin in composable_plugins() if getattr(plugin, "reach", "") == "network"]
-        reasons = {plugin.scheme: why_not(plugin) for plugin in network}
-        if any(reason is None for reason in reasons.values()):
-            return None
-        listed = "; ".join(f"{scheme}: {reason}" for scheme, reason in reasons.items()) or "none is installed"
+        reasons = []
+        for plugin in composable_plugins():
+            if getattr(plugin, "reach", "") == "network":
+                reason = why_not(plugin)
+                if reason is None:
+                    return None
+                reasons.append(f"{plugin.scheme}: {reason}")
+        listed = "; ".join(reasons) or "none is installed"
         return f"no transport over a network is usable ({listed}); install one"
 
     async def connect(self, job: Job) -> Transport:
