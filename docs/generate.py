@@ -85,6 +85,7 @@ _WORDING = (
     (r"c\.pipe\b", "pipe"),
     (r"c\.segment", "segment"),
     (r"c\.hosts > 1", "ranks share hosts"),
+    (r"c\.hosts", "hosts"),
     (r"c\.together", "ranks on one host"),
     (r"pipe / 2", "½ pipe"),
     (r"(\d) \* pipe", r"\1 pipes"),

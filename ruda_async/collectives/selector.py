@@ -189,8 +189,8 @@ _TABLES: dict[str, tuple[_Row, ...]] = {
     "all_to_all_v": (
         _Row(
             "hierarchical",
-            lambda c: c.hosts > 1 and c.together >= 4,
-            "many ranks share hosts: blocks between hosts are joined, so there are fewer messages",
+            lambda c: c.hosts > 1 and 3 * c.together + 2 * c.hosts < c.size + 4,
+            "many ranks share hosts: blocks between hosts are joined, which is fewer messages in all",
         ),
         _Row("pairwise", _always, "every block goes straight to its rank"),
     ),
