@@ -264,6 +264,29 @@ async def test_capabilities_are_the_same_on_all_ranks() -> None:
     assert not first.shared_memory
 
 
+async def test_what_one_transport_offers_beyond_is_offered_where_it_has_all_links() -> None:
+    class Offering(Fast):
+        async def connect(self, job: Job) -> Any:
+            transport = await super().connect(job)
+            transport.extra = f"of rank {job.rank}"
+            return transport
+
+    async def body(comm: AsyncCommunicator) -> Any:
+        await comm.barrier()
+        transport = comm._node.transport
+        assert not hasattr(transport, "_extra")
+        return getattr(transport, "extra", None)
+
+    with known(Offering()):
+        assert await run_each([{"island": "a"}, {"island": "b"}], body, fresh_url("auto")) == [
+            "of rank 0",
+            "of rank 1",
+        ]
+        # Rank 2 has links of one kind alone, but ranks 0 and 1 have not.
+        options = [{"island": "a"}, {"island": "a"}, {"island": "b"}]
+        assert await run_each(options, body, fresh_url("auto")) == [None] * 3
+
+
 async def test_failures_reach_every_rank_over_every_link() -> None:
     async def body(comm: AsyncCommunicator) -> tuple[Any, Any, float]:
         value = np.ones(5000, np.float32)

@@ -92,7 +92,7 @@ async def open_links(job: Job) -> tuple[dict[str, Transport], Plan]:
     identity = f"{host_identity()} {job.parameters.island}"
     if job.world_size == 1:
         await job.meet(Offer(identity, {}).pack())
-        return {}, Plan({}, None, {})
+        return {}, Plan({}, None, {}, False)
     parties: list[_Party] = []
     try:
         bids = _refusals(job)

@@ -81,11 +81,13 @@ class Plan:
         routes: the scheme of the link to each other rank.
         hosts: as `Capabilities.hosts`.
         unused: why this rank does without a transport, by scheme.
+        uniform: all pairs of the job are linked by the same transport.
     """
 
     routes: Mapping[int, str]
     hosts: tuple[int, ...] | None
     unused: Mapping[str, str]
+    uniform: bool
 
 
 def decide(rank: int, offers: Sequence[Offer]) -> Plan:
@@ -95,6 +97,7 @@ def decide(rank: int, offers: Sequence[Offer]) -> Plan:
         ConfigError: two ranks have no transport in common.
     """
     routes: dict[int, str] = {}
+    schemes: set[str] = set()
     for high, theirs in enumerate(offers):
         for low, ours in enumerate(offers[:high]):
             scheme = _best(ours, theirs)
@@ -105,10 +108,11 @@ def decide(rank: int, offers: Sequence[Offer]) -> Plan:
                     f"rank {low} has {_shown(ours)}; rank {high} has {_shown(theirs)}; install one on both, "
                     "or take its scheme out of without="
                 )
+            schemes.add(scheme)
             if rank in (low, high):
                 routes[low + high - rank] = scheme
     unused = {scheme: bid.reason for scheme, bid in offers[rank].bids.items() if bid.payload is None}
-    return Plan(routes, host_numbers([offer.host for offer in offers]), unused)
+    return Plan(routes, host_numbers([offer.host for offer in offers]), unused, len(schemes) == 1)
 
 
 def _best(one: Offer, other: Offer) -> str | None:

@@ -51,6 +51,8 @@ class AutoTransport:
         self._sends = {peer: part.send for peer, part in routes.items()}
         self._receives = {peer: part.recv_into for peer, part in routes.items()}
         self._probes = {peer: part.probe for peer, part in routes.items()}
+        #: The part that has all links of the job, if one has.
+        self._whole = next(iter(parts.values())) if plan.uniform else None
         if len(parts) == 1:  # the one part may as well be called itself
             (only,) = parts.values()
             self.send = only.send  # type: ignore[method-assign]
@@ -126,6 +128,15 @@ class AutoTransport:
         self._is_stale = ask
         for part in self._parts.values():
             part.is_stale = ask
+
+    def __getattr__(self, name: str) -> Any:
+        """What a transport may offer beyond the protocol, where one part has all links of the job.
+
+        Else some ranks might see what others do not.
+        """
+        if name.startswith("_") or self._whole is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._whole, name)
 
     # ------------------------------------------------------------------ life
 
