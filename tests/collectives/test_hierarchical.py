@@ -311,6 +311,30 @@ async def test_tables_are_checked_before_room_is_made(
     del mad
 
 
+@pytest.mark.parametrize("operation", ["all_reduce", "all_gather", "all_to_all_v"])
+@pytest.mark.parametrize("break_after", [0, 3, 11])
+async def test_a_broken_link_leaves_nothing_running(operation: str, break_after: int) -> None:
+    hosts = (0, 0, 1, 1, 2)
+    group = group_of(5, algorithm=NAME, break_after=break_after, segment_bytes=8, hosts=hosts)
+
+    async def body(rank: int) -> Any:
+        value = values(rank, (20,), "int64")
+        request: Any = {
+            "all_reduce": lambda: AllReduce(value),
+            "all_gather": lambda: AllGather(value),
+            "all_to_all_v": lambda: AllToAllV(value, [4] * 5),
+        }[operation]()
+        link = Link(group, rank)
+        request.prepare(rank, 5, link.settings)
+        return await request.run(link)
+
+    outcomes = await asyncio.gather(*(body(rank) for rank in range(5)), return_exceptions=True)
+    kinds = {type(outcome).__name__ for outcome in outcomes}
+    assert "Broken" in kinds
+    assert kinds <= {"Broken", "ndarray", "VariableTensorExchange"}
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
 # ---------------------------------------------------------------------- choice
 
 

@@ -96,23 +96,46 @@ def decide(rank: int, offers: Sequence[Offer]) -> Plan:
     Raises:
         ConfigError: two ranks have no transport in common.
     """
-    routes: dict[int, str] = {}
-    schemes: set[str] = set()
-    for high, theirs in enumerate(offers):
-        for low, ours in enumerate(offers[:high]):
-            scheme = _best(ours, theirs)
-            if scheme is None:
-                where = "one host" if ours.host == theirs.host else "two hosts"
-                raise ConfigError(
-                    f"ranks {low} and {high}, on {where}, have no transport in common that links them: "
-                    f"rank {low} has {_shown(ours)}; rank {high} has {_shown(theirs)}; install one on both, "
-                    "or take its scheme out of without="
-                )
-            schemes.add(scheme)
-            if rank in (low, high):
-                routes[low + high - rank] = scheme
+    # Ranks that offer the same are looked at once: there are many ranks, and few kinds of them.
+    kinds: dict[object, list[int]] = {}
+    for each, offer in enumerate(offers):
+        kinds.setdefault(_kind(offer), []).append(each)
+    members = list(kinds.values())
+    number = {each: kind for kind, ranks in enumerate(members) for each in ranks}
+    table: dict[tuple[int, int], str] = {}
+    for one, ranks in enumerate(members):
+        for other, others in enumerate(members[: one + 1]):
+            if one != other or len(ranks) > 1:
+                low, high = sorted((ranks[0], others[0])) if one != other else ranks[:2]
+                table[one, other] = table[other, one] = _link(offers, low, high)
+    routes = {peer: table[number[rank], number[peer]] for peer in range(len(offers)) if peer != rank}
     unused = {scheme: bid.reason for scheme, bid in offers[rank].bids.items() if bid.payload is None}
-    return Plan(routes, host_numbers([offer.host for offer in offers]), unused, len(schemes) == 1)
+    hosts = host_numbers([offer.host for offer in offers])
+    return Plan(routes, hosts, unused, len(set(table.values())) == 1)
+
+
+def _kind(offer: Offer) -> object:
+    """Equal for ranks that are linked alike."""
+    bids = ((s, bid.reach, bid.preference) for s, bid in offer.bids.items() if bid.payload is not None)
+    return offer.host, frozenset(bids)
+
+
+def _link(offers: Sequence[Offer], low: int, high: int) -> str:
+    """The scheme for a pair of ranks.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    ours, theirs = offers[low], offers[high]
+    scheme = _best(ours, theirs)
+    if scheme is None:
+        where = "one host" if ours.host == theirs.host else "two hosts"
+        raise ConfigError(
+            f"ranks {low} and {high}, on {where}, have no transport in common that links them: rank {low} "
+            f"has {_shown(ours)}; rank {high} has {_shown(theirs)}; install one on both, or take its scheme "
+            "out of without="
+        )
+    return scheme
 
 
 def _best(one: Offer, other: Offer) -> str | None:
