@@ -27,8 +27,8 @@ from ruda_async.transport.registry import get_plugin, plugins
 
 DOCS = Path(__file__).parent
 #: Plugins that other distributions add do not belong into this documentation.
-OURS = ("memory", "shm", "tcp", "mpi", "torch+gloo", "torch+nccl")
-#: Those that need nothing but this library, whose choice of algorithms is shown.
+OURS = ("memory", "shm", "tcp", "tcps", "mpi", "torch+gloo", "torch+nccl", "auto", "faults")
+#: Those that need nothing but this library, and whose choice of algorithms does not depend on how ranks lie.
 UNIFORM = ("memory", "shm", "tcp")
 
 
@@ -96,6 +96,9 @@ _WORDING = (
     (r"c\.size", "ranks"),
     (r"c\.pipe\b", "pipe"),
     (r"c\.segment", "segment"),
+    (r"c\.hosts > 1", "ranks share hosts"),
+    (r"c\.hosts", "hosts"),
+    (r"c\.together", "ranks on one host"),
     (r"pipe / 2", "½ pipe"),
     (r"(\d) \* pipe", r"\1 pipes"),
     (r" \* ", " \N{MULTIPLICATION SIGN} "),

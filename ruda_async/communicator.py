@@ -126,7 +126,7 @@ class AsyncCommunicator(AsyncOperations):
             operation,
             nbytes,
             self.world_size,
-            self._node.capabilities,
+            self._channel.capabilities,
             self._settings,
             exact=exact,
             providers=natives.providers,

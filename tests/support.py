@@ -16,7 +16,7 @@ from ruda_async import AsyncCommunicator
 Body = Callable[[AsyncCommunicator], Awaitable[Any]]
 
 #: Schemes whose ranks may be tasks of one loop.
-SCHEMES = ("memory", "tcp", "shm") if hasattr(os, "memfd_create") else ("memory", "tcp")
+SCHEMES = ("memory", "tcp", "shm", "auto") if hasattr(os, "memfd_create") else ("memory", "tcp", "auto")
 
 _jobs = itertools.count()
 
@@ -33,8 +33,8 @@ def free_port() -> int:
 def fresh_url(scheme: str) -> str:
     """A URL that no other job of this test run uses."""
     job = f"test-{os.getpid()}-{next(_jobs)}"
-    if scheme == "tcp":
-        return f"tcp://127.0.0.1:{free_port()}/{job}"
+    if scheme in ("tcp", "auto"):
+        return f"{scheme}://127.0.0.1:{free_port()}/{job}"
     return f"{scheme}://{job}"
 
 

@@ -20,7 +20,7 @@ from ruda_async.collectives.selector import known_algorithms
 from ruda_async.operations import AsyncOperations
 from ruda_async.tensors.dtypes import DTYPES
 from ruda_async.transport.conformance import SCENARIOS, run_scenario
-from ruda_async.transport.registry import plugins, register_plugin, unregister_plugin
+from ruda_async.transport.registry import get_plugin, plugins, register_plugin, unregister_plugin
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

@@ -59,6 +59,8 @@ class _Case(NamedTuple):
         exact: whether the documented order of summation is asked for.
         wide: bytes that an algorithm sends where it has to send unrounded partial results.
         shared: whether all ranks see the same memory, and messages are not limited in size.
+        hosts: the number of hosts, where several ranks share one and there are several; else 1.
+        together: the most ranks that share a host, as far as known; else 1.
     """
 
     nbytes: int
@@ -68,6 +70,8 @@ class _Case(NamedTuple):
     exact: bool
     wide: int
     shared: bool
+    hosts: int
+    together: int
 
 
 class _Row(NamedTuple):
@@ -108,6 +112,11 @@ _TABLES: dict[str, tuple[_Row, ...]] = {
             "recursive_doubling",
             lambda c: c.wide <= c.pipe / 2,
             "few bytes: log2(ranks) rounds are the least latency",
+        ),
+        _Row(
+            "hierarchical",
+            lambda c: c.hosts > 1,
+            "ranks share hosts: what can be added within a host is, so less goes between hosts",
         ),
         _Row(
             "ring",
@@ -170,6 +179,11 @@ _TABLES: dict[str, tuple[_Row, ...]] = {
             "all ranks see the same memory: each copies what it needs from where it lies",
         ),
         _Row(
+            "hierarchical",
+            lambda c: c.hosts > 1 and c.size * c.nbytes > c.pipe,
+            "ranks share hosts: a shard goes to each host once, and on within it",
+        ),
+        _Row(
             "direct",
             lambda c: c.size <= 4 or (c.size <= 8 and c.nbytes <= c.pipe),
             "few ranks: every shard goes straight to everyone in one round",
@@ -230,6 +244,11 @@ _TABLES: dict[str, tuple[_Row, ...]] = {
         _Row(
             "shared", lambda c: c.shared, "all ranks see the same memory: long blocks are copied from there"
         ),
+        _Row(
+            "hierarchical",
+            lambda c: c.hosts > 1 and 3 * c.together + 2 * c.hosts < c.size + 4,
+            "many ranks share hosts: blocks between hosts are joined, which is fewer messages in all",
+        ),
         _Row("pairwise", _always, "every block goes straight to its rank"),
     ),
     "barrier": (_Row("dissemination", _always, "log2(ranks) rounds of empty messages"),),
@@ -244,6 +263,10 @@ _NEEDS: dict[tuple[str, str], tuple[Callable[[_Case], bool], str]] = {
         for operation, rows in _TABLES.items()
         if any(row.algorithm == "shared" for row in rows)
     },
+}
+_NEEDS |= {
+    (operation, "hierarchical"): (lambda c: c.hosts > 1, "several hosts that ranks share")
+    for operation in ("all_reduce", "all_gather", "all_to_all_v")
 }
 
 _ALGORITHMS: dict[str, frozenset[str]] = {
@@ -350,6 +373,7 @@ def _choose(
         raise ConfigError(f"no operation is called {operation!r}; there are {', '.join(sorted(_TABLES))}")
     if wanted is not None and wanted not in _KNOWN:
         raise ConfigError(f"algorithm={wanted!r} is not known; there are {', '.join(_KNOWN)}")
+    hosts = capabilities.hosts if capabilities.hosts is not None and len(capabilities.hosts) == size else None
     case = _Case(
         nbytes,
         size,
@@ -358,6 +382,8 @@ def _choose(
         exact,
         2 * nbytes if widens else nbytes,
         capabilities.shared_memory and unbounded,
+        1 if hosts is None else max(hosts) + 1,
+        1 if hosts is None else max(map(hosts.count, hosts)),
     )
     passed_over = ""
     if wanted is not None:

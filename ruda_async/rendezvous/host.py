@@ -119,7 +119,9 @@ class Host:
             meeting = Meeting(payloads, os.urandom(16))
             for member in members:
                 member.unconfirmed += 1
-            await self._tell(wire.pack_record({"kind": "welcome", **meeting._asdict()}))
+            await self._tell(
+                wire.pack_record({"kind": "welcome", "session": meeting.session, "payloads": payloads})
+            )
             while self.changes == changes and any(member.unconfirmed for member in members):
                 await self._change()
             if self.changes == changes:

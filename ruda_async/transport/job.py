@@ -47,10 +47,21 @@ class Meeting(NamedTuple):
     Attributes:
         payloads: each rank's payload, in rank order.
         session: 16 random bytes that rank 0 drew for this meeting, the same on all ranks.
+        linked: the ranks that this one is to link up with, or None for all others.
     """
 
     payloads: list[bytes]
     session: bytes
+    linked: frozenset[int] | None = None
+
+    def peers(self, rank: int) -> dict[int, bytes]:
+        """The payload of each rank that `rank`, this one, is to link up with, in rank order."""
+        linked = self.linked
+        return {
+            peer: payload
+            for peer, payload in enumerate(self.payloads)
+            if peer != rank and (linked is None or peer in linked)
+        }
 
 
 class Connection(Protocol):

@@ -64,6 +64,7 @@ class Mesh:
         self.context = b"mesh|" + session
         self.sockets: dict[int, socket.socket] = {}
         self.secured: dict[int, Connection] = {}
+        self._expected: frozenset[int] = frozenset()
         self._tune = tune
         self._loop = asyncio.get_running_loop()
         self._strangers: dict[asyncio.Task[None], None] = {}  # oldest first
@@ -73,7 +74,7 @@ class Mesh:
         self._unproved = self._unaccepted = ""
 
     async def link(self, listener: socket.socket, peers: Mapping[int, Endpoint]) -> None:
-        """Dial the lower ranks and wait for the higher ones; all sockets are closed if that fails.
+        """Dial the lower ranks of `peers` and wait for the higher ones; all sockets are closed if that fails.
 
         Raises:
             CollectiveTimeoutError: some ranks did not link up; ``missing`` names them.
@@ -89,6 +90,7 @@ class Mesh:
 
     async def _link(self, listener: socket.socket, peers: Mapping[int, Endpoint]) -> None:
         job = self.job
+        self._expected = frozenset(rank for rank in peers if rank > job.rank)
         dialling = [
             self._loop.create_task(self._dial(rank, peer)) for rank, peer in peers.items() if rank < job.rank
         ]
@@ -96,7 +98,7 @@ class Mesh:
         try:
             async with asyncio.timeout(job.remaining()):
                 await asyncio.gather(*dialling)
-                while len(self.sockets) < job.world_size - 1:
+                while len(self.sockets) < len(peers):
                     self._linked.clear()
                     await self._linked.wait()
         except TimeoutError:
@@ -229,6 +231,6 @@ class Mesh:
         except OSError:  # and, by inheritance, all else that `prove` raises: no rank of this job
             pass
         else:
-            if job.rank < rank < job.world_size and rank not in self.sockets:
+            if rank in self._expected and rank not in self.sockets:
                 self._keep(rank, sock, link)
                 self._linked.set()

@@ -80,12 +80,12 @@ class _Peer(NamedTuple):
 async def open_pairs(
     job: Job, parameters: ShmParameters
 ) -> tuple[dict[int, RingStream], dict[int, Terms], SharedRegions]:
-    """A stream to every other rank, the terms of each, and the memory that all can see.
+    """A stream to each rank of `Meeting.peers`, the terms of each, and the memory that all of them can see.
 
     Raises:
         ConfigError: the rings cannot be had; and what `Job.meet` and `Mesh.link` raise.
     """
-    ring_bytes = _ring_bytes(job, parameters)
+    _check(job, parameters)
     # Names that begin with a zero byte are the kernel's own: no file, gone with the socket.
     name = job.name
     if len(name.encode()) > _LONG_NAME:
@@ -100,13 +100,14 @@ async def open_pairs(
         listener.listen(job.world_size + MAX_STRANGERS)
         listener.setblocking(False)
         meeting = await job.meet(_Peer(address, os.getpid(), parameters.terms).pack(), meeting_place)
-        peers = {r: _Peer.unpack(data, r) for r, data in enumerate(meeting.payloads) if r != job.rank}
+        peers = {r: _Peer.unpack(data, r) for r, data in meeting.peers(job.rank).items()}
         mesh = Mesh(job, meeting.session)
         await mesh.link(listener, {rank: peer.endpoint() for rank, peer in peers.items()})
     streams: dict[int, RingStream] = {}
     for_regions: dict[int, socket.socket] = {}
     try:
-        spin = _spin(job, parameters)
+        ring_bytes = parameters.ring_bytes or _usual_ring_bytes(len(peers) + 1)
+        spin = _spin(len(peers) + 1, parameters)
         for rank in sorted(mesh.sockets):
             label = f"process {peers[rank].pid}"
             sock = mesh.sockets[rank]
@@ -124,22 +125,35 @@ async def open_pairs(
     return streams, terms, SharedRegions(streams, for_regions, spin)
 
 
-def _ring_bytes(job: Job, parameters: ShmParameters) -> int:
+def _check(job: Job, parameters: ShmParameters) -> None:
+    """See before anybody is met that this process may have anonymous memory, and rings of that size.
+
+    Raises:
+        ConfigError: not so.
+    """
     size = parameters.ring_bytes
-    if not size:
-        return next(capacity for most, capacity in _CAPACITIES if job.world_size <= most)
-    if size & (size - 1) or size < 4096:
+    if size and (size & (size - 1) or size < 4096):
         raise ConfigError(
             f"ring_bytes={size} is not a power of two from 4096 on; try {1 << size.bit_length()}"
         )
-    return size
+    try:
+        os.close(os.memfd_create("ruda-async", os.MFD_CLOEXEC))
+    except OSError as error:
+        raise ConfigError(
+            f"rank {job.rank} may not make anonymous memory ({error.strerror}), as in some sandboxes; use a "
+            "transport over the network"
+        ) from None
 
 
-def _spin(job: Job, parameters: ShmParameters) -> float:
+def _usual_ring_bytes(ranks: int) -> int:
+    return next(capacity for most, capacity in _CAPACITIES if ranks <= most)
+
+
+def _spin(ranks: int, parameters: ShmParameters) -> float:
     if parameters.spin >= 0:
         return parameters.spin
     # Spinning on a core that the peer needs makes both late.
-    return 20e-6 if job.world_size <= len(os.sched_getaffinity(0)) else 0.0
+    return 20e-6 if ranks <= len(os.sched_getaffinity(0)) else 0.0
 
 
 async def _give(job: Job, sock: socket.socket, ring_bytes: int) -> tuple[mmap.mmap, socket.socket]:

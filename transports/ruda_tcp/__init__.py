@@ -39,6 +39,7 @@ class TcpPlugin:
     rank_per = "process"
     example = "tcp://127.0.0.1:0"
     preference = 10
+    reach = "network"
 
     def unavailable(self) -> str | None:
         """Always usable where there are sockets."""

@@ -62,7 +62,7 @@ class _Peer(NamedTuple):
 
 
 async def dial_mesh(job: Job, parameters: TcpParameters) -> tuple[Mesh | None, dict[int, Terms]]:
-    """A connection to every other rank, and the terms of each; no mesh for a job of one rank.
+    """A connection to each rank of `Meeting.peers`, and the terms of each; no mesh for a job of one rank.
 
     Raises:
         ConfigError: there is no address to listen on; and what `Job.meet` raises.
@@ -78,7 +78,7 @@ async def dial_mesh(job: Job, parameters: TcpParameters) -> tuple[Mesh | None, d
     with listener:
         host, port = await _public_address(job, listener)
         meeting = await job.meet(_Peer(host, port, parameters.terms).pack())
-        peers = {r: _Peer.unpack(data, r) for r, data in enumerate(meeting.payloads) if r != job.rank}
+        peers = {r: _Peer.unpack(data, r) for r, data in meeting.peers(job.rank).items()}
         mesh = Mesh(job, meeting.session, partial(_tune, parameters))
         await mesh.link(listener, {rank: peer.endpoint(job) for rank, peer in peers.items()})
     return mesh, {rank: peer.terms for rank, peer in peers.items()}

@@ -35,6 +35,7 @@ class Sender:
     """Frames to one peer.
 
     Attributes:
+        loop: the event loop that writes.
         refusal: why nothing can be sent any more, once that is so.
         spoke: something was written since the last ping.
         bye_sent: the goodbye is queued or written.
@@ -51,7 +52,7 @@ class Sender:
     ) -> None:
         self._stream = stream
         self._write = stream.write
-        self._loop = loop
+        self.loop = loop
         self._activity = activity
         self._on_broken = on_broken
         self._checksum = checksum
@@ -129,7 +130,7 @@ class Sender:
 
     def _enqueue(self, views: list[memoryview]) -> Awaitable[None]:
         """Write behind what is being written already; the caller's memory is used until then."""
-        future: asyncio.Future[None] = self._loop.create_future()
+        future: asyncio.Future[None] = self.loop.create_future()
         item = Item([v for v in views if len(v)], future)
         if self._checksum:
             item.detach()  # a cancelled caller may change its memory, which would look like damage
@@ -157,7 +158,7 @@ class Sender:
     def _offer(self, tag: int, buffers: Sequence[Buffer], head: bytes, nbytes: int) -> Awaitable[None]:
         """Start a message that waits for its receive."""
         self._ident = ident = (self._ident + 1) & 0xFFFFFFFF
-        future: asyncio.Future[None] = self._loop.create_future()
+        future: asyncio.Future[None] = self.loop.create_future()
         message = Outbound(ident, tag, buffers, nbytes, future)
         if nbytes > self._eager and self._take_announcement(tag):
             frame = wire.encode(wire.OFFER, tag, nbytes, head, ident, FOLLOWS)

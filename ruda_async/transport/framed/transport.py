@@ -9,7 +9,7 @@ from ...errors import CommunicatorClosedError, PeerLostError
 from ..base import Buffer, Capabilities, Envelope, never_stale, no_peer
 from ..job import Job
 from ..regions import Regions
-from .activity import Activity
+from .activity import activity_of
 from .link import Link
 from .parameters import FramedParameters
 from .stream import ByteStream, Terms
@@ -53,7 +53,7 @@ class FramedTransport:
         self._job_name = job.name
         self._closed: CommunicatorClosedError | None = None
         self._closing: asyncio.Task[None] | None = None
-        activity = Activity(self.loop)
+        activity = activity_of(self.loop)
         wrap = job.wrap_stream
         self._links = {
             peer: Link(
