@@ -9,9 +9,10 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from .channel import Channel
+from .collectives.explaining import explanation
 from .collectives.operation import Settings
 from .collectives.request import Request
-from .collectives.selector import choose, known_algorithms
+from .collectives.selector import known_algorithms
 from .collectives.split import Split
 from .config import Config, resolve
 from .errors import CommunicatorClosedError, ConfigError
@@ -23,6 +24,7 @@ from .rendezvous import meet
 from .tags import channel_id
 from .transport.base import Transport
 from .transport.job import Job
+from .tuning.store import find_numbers
 
 __all__ = ["AsyncCommunicator", "connect", "open_transport"]
 
@@ -98,17 +100,16 @@ class AsyncCommunicator(AsyncOperations):
         }
 
     def explain(self, operation: str, nbytes: int) -> str:
-        """Which algorithm a call of `operation` with `nbytes` bytes per rank would run, and why."""
-        choice = choose(
+        """Which algorithm a call of `operation` with `nbytes` bytes per rank would run, and why.
+
+        With it come the estimated times of all algorithms that could, and the costs they are made of.
+        """
+        return explanation(
             operation,
             nbytes,
             self.world_size,
             self._node.capabilities,
             self._settings,
-            exact=self._settings.order == "exact",
-        )
-        return (
-            f"{operation} of {nbytes} bytes over {self.world_size} ranks: {choice.algorithm}, {choice.reason}"
         )
 
     def __repr__(self) -> str:
@@ -321,8 +322,15 @@ async def _connect(config: Config) -> AsyncCommunicator:
     algorithm = config.settings.algorithm
     if algorithm is not None and algorithm not in known_algorithms():
         raise ConfigError(f"algorithm={algorithm!r} is not known; there are {', '.join(known_algorithms())}")
+    measured = find_numbers(config.tuning, config.scheme) if config.rank == 0 else None
+    deadline = monotonic() + config.timeout
     node = Node(await open_transport(config), config)
-    node.start()
+    try:
+        node.start(measured)
+        await node.agree(max(deadline - monotonic(), 0))
+    except BaseException as error:
+        node.abort(f"rank {config.rank} could not join: {error}")
+        raise
     members = tuple(range(config.world_size))
     channel = node.open_channel(channel_id(0, "main"), "main", members)
     return AsyncCommunicator(channel, config.settings, config.timeout, Recovery(node), owner=True)

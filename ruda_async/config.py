@@ -2,8 +2,8 @@
 
 ``scheme://[host[:port]][/job]?parameter=value&…``, where a parameter is one of `CommonParameters` or the
 transport's own. Keyword arguments win over the URL, the URL over the environment (``RUDA_RANK``,
-``RUDA_WORLD_SIZE``, ``RUDA_TIMEOUT``, ``RUDA_SECRET``, ``RUDA_SECRET_FILE``). Without a URL it is
-``RUDA_URL``, else ``env://``, which takes rank, world size and meeting place from the launcher (see
+``RUDA_WORLD_SIZE``, ``RUDA_TIMEOUT``, ``RUDA_TUNING``, ``RUDA_SECRET``, ``RUDA_SECRET_FILE``). Without a URL
+it is ``RUDA_URL``, else ``env://``, which takes rank, world size and meeting place from the launcher (see
 `ruda_async.environment`).
 
 Every mistake is a `ConfigError` of one line that names the value and the remedy.
@@ -52,6 +52,9 @@ class CommonParameters:
         "exact", doc="order of summation: the documented one, or any", choices=("exact", "any")
     )
     secret_file: Path | None = param(None, doc="a file that holds the job secret")  # noqa: RUF009
+    tuning: str | None = param(
+        None, doc="a file of ruda-async tune, or off; by default this machine's, where there is one"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,7 @@ class Config:
         parameters: an instance of ``plugin.parameters``.
         settings: what algorithms must respect.
         listen_fd: an inherited listening socket for rank 0, from a launcher.
+        tuning: the file of measured costs that rank 0 goes by, ``"off"``, or None for this machine's.
     """
 
     scheme: str
@@ -85,6 +89,7 @@ class Config:
     parameters: Any
     settings: Settings
     listen_fd: int | None = None
+    tuning: str | None = None
 
     @property
     def redacted_url(self) -> str:
@@ -124,7 +129,7 @@ def resolve(
         rank, world_size, timeout, algorithm, order: as in `CommonParameters`.
         secret: the job secret; text stands for its UTF-8 bytes.
         environ: instead of ``os.environ``.
-        parameters: `secret_file` and the transport's own parameters.
+        parameters: `secret_file`, `tuning` and the transport's own parameters.
 
     Raises:
         ConfigError: a mistake in what was given.
@@ -146,6 +151,7 @@ def resolve(
         ("rank", "RUDA_RANK"),
         ("world_size", "RUDA_WORLD_SIZE"),
         ("timeout", "RUDA_TIMEOUT"),
+        ("tuning", "RUDA_TUNING"),
     ):
         if environ.get(variable):
             raw[key] = environ[variable]
@@ -187,6 +193,7 @@ def resolve(
         parameters=specific,
         settings=Settings(algorithm=shared.algorithm, order=shared.order),
         listen_fd=listen_fd,
+        tuning=shared.tuning,
     )
 
 

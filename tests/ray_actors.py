@@ -19,6 +19,13 @@ def told(error: RudaError) -> tuple[str, int | None, str]:
     return type(error).__name__, error.rank, str(error)
 
 
+def writable(value: Any) -> Any:
+    """Copies of all arrays: those that come out of Ray's object store are read-only."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(writable, value))
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
 class Worker:
     """A blocking actor."""
 
@@ -96,6 +103,7 @@ class Collective:
 
     def call(self, name: str, *args: Any, **options: Any) -> Any:
         """Make one of Ray's calls; what it left in its arguments, or the error."""
+        args = writable(args)
         try:
             getattr(ray.util.collective, name)(*args, **options)
         except RudaError as error:

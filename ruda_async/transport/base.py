@@ -91,6 +91,9 @@ class Capabilities:
         segment_bytes: the payload size at which throughput has levelled off; pipelines cut to this.
         latency: seconds for an empty message, one way.
         bandwidth: bytes per second one way, for large messages.
+        overhead: seconds that each further message costs a rank that sends or receives several at once, or
+            None for a usual share of the latency.
+        reduction: bytes per second that a rank adds to others.
     """
 
     ordered: bool = True
@@ -103,6 +106,8 @@ class Capabilities:
     segment_bytes: int = 512 * 1024
     latency: float = 20e-6
     bandwidth: float = 2e9
+    overhead: float | None = None
+    reduction: float = 8e9
 
 
 class Ready:

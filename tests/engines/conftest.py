@@ -17,14 +17,21 @@ def cluster() -> Iterator[Any]:
     """Ray itself, with room for a dozen actors on this machine."""
     ray = pytest.importorskip("ray", reason="needs Ray: pip install 'ruda-async[ray]'")
     paths = [str(ROOT / "tests"), str(ROOT), str(ROOT / "transports")]
-    ray.init(
-        num_cpus=4,
-        object_store_memory=100 * 2**20,
-        include_dashboard=False,
-        log_to_driver=False,
-        configure_logging=False,
-        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}},
-    )
+    for attempt in range(3):
+        try:
+            ray.init(
+                num_cpus=4,
+                object_store_memory=100 * 2**20,
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+                runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}},
+            )
+            break
+        except Exception as error:  # Ray gives its node 30 s to start, which a busy machine may exceed
+            ray.shutdown()
+            if "timed out during startup" not in str(error) or attempt == 2:
+                raise
     yield ray
     ray.shutdown()
 

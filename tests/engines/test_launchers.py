@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ruda_async.bench.peers import find_mpiexec
 from ruda_async.environment import from_environment
 
 #: Two collectives in each of the two worlds, then a line that says who this is.
@@ -118,12 +118,7 @@ def test_a_restarted_worker_group_is_a_job_of_its_own(script: Callable[[str], st
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("url", [None, "shm://under-mpiexec"])
 def test_mpiexec(script: Callable[[str], str], url: str | None) -> None:
-    mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    if mpiexec is None:
-        for base in sys.path:
-            candidate = Path(base).parents[2] / "bin" / "mpiexec" if base.endswith("site-packages") else None
-            if candidate is not None and candidate.is_file():
-                mpiexec = str(candidate)
+    mpiexec = find_mpiexec()
     if mpiexec is None:
         pytest.skip("needs an MPI launcher: pip install mpich")
     if url is not None and not hasattr(os, "memfd_create"):
