@@ -63,14 +63,14 @@ def test_every_call(group: list[Any], kind: str) -> None:
         np.testing.assert_array_equal(total, numbers.sum(0) if rank == 1 else numbers[rank])
     for (value,) in call("broadcast", group, [(x,) for x in inputs], src_rank=2):
         np.testing.assert_array_equal(value, numbers[2])
-    for parts, _ in call("allgather", group, [([zeros] * SIZE, x) for x in inputs]):
+    for parts, _ in call("allgather", group, [([zeros + 0 for _ in inputs], x) for x in inputs]):
         np.testing.assert_array_equal(np.array([np.asarray(part) for part in parts]), numbers)
     lists = [[x + rank * 10 for rank in range(SIZE)] for x in inputs]
     for rank, (out, _) in enumerate(call("reducescatter", group, [(zeros, x) for x in lists])):
         np.testing.assert_array_equal(out, (numbers + rank * 10).sum(0))
     assert call("barrier", group, [()] * SIZE) == [()] * SIZE
     sending = group[0].call.remote("send", inputs[0], 2)
-    (received,) = ray.get(group[2].call.remote("recv", zeros, 0))
+    received, _ = ray.get(group[2].call.remote("recv", zeros, 0))
     np.testing.assert_array_equal(received, numbers[0])
     ray.get(sending)
 
