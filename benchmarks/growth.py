@@ -121,8 +121,8 @@ as the algorithm's [own formula](algorithms.md#the-model) says. float32, and byt
 All ranks are tasks of one event loop, so one core does everything: the formula's seconds are taken once for
 each rank. A number in brackets that stays the same from left to right means that the algorithm grows as its
 formula does, which is the point of the table; how large it is tells what calls cost above the bare messages
-that were measured. Numbers that fall from left to right are fixed costs of a call, which weigh less the
-more ranks there are.
+that were measured. In operations with a root most ranks do less than the one that the formula follows, so
+there the numbers fall. Where they rise, what the ranks hold together no longer fits into the caches.
 
 {platform.python_implementation()} {platform.python_version()} on {platform.system()} {platform.machine()};
 {numbers}.

@@ -23,8 +23,8 @@ __all__ = ["CANDIDATES", "Candidate", "Case", "case_of"]
 _OVERHEAD = 0.4
 #: How much longer a byte takes in a message that is not cut, so that nothing overlaps with its copies.
 _WHOLE = 1.15
-#: How much longer a byte takes for each peer beyond four that sends at once, and at most.
-_CROWD, _CROWDED = 0.01, 1.12
+#: How much longer a byte takes for each peer beyond so many that send at once, and at most.
+_CROWD, _FREELY, _CROWDED = 0.01, 8, 1.12
 
 
 class Case(NamedTuple):
@@ -81,7 +81,7 @@ class Case(NamedTuple):
     @property
     def crowd(self) -> float:
         """Seconds for a byte where all other ranks send at once."""
-        return self.beta * min(1 + _CROWD * max(self.peers - 4, 0), _CROWDED)
+        return self.beta * min(1 + _CROWD * max(self.peers - _FREELY, 0), _CROWDED)
 
     @property
     def whole(self) -> float:

@@ -19,11 +19,19 @@ _GRACE = 10.0
 
 
 class _Step(NamedTuple):
-    """Calls of actors that run at once, one a rank, what they are for, and the seconds that they may take."""
+    """Calls of actors that run at once, one a rank.
+
+    Attributes:
+        refs: Ray's references to what they return.
+        what: what they are for, as a verb.
+        seconds: how long they may take.
+        joins: the group that the actors join by them, if any.
+    """
 
     refs: list[Any]
     what: str
     seconds: float
+    joins: Group | None = None
 
 
 #: Yields steps, is sent their results, and returns at the end.
@@ -86,7 +94,7 @@ def connect_actors(
         PeerLostError: an actor is dead.
     """
     made, steps = _connect(actors, group, url, timeout, options)
-    _run(steps, made)
+    _run(steps)
     return made
 
 
@@ -100,7 +108,7 @@ async def connect_actors_async(
 ) -> Group:
     """As `connect_actors`, for a driver or an actor with an event loop, which is not blocked."""
     made, steps = _connect(actors, group, url, timeout, options)
-    await _run_async(steps, made)
+    await _run_async(steps)
     return made
 
 
@@ -146,7 +154,7 @@ def _meet(group: Group, url: str | None, timeout: float, options: dict[str, Any]
         else _call(actor, inside.join, group.name, rank, place, options)
         for rank, actor in enumerate(actors)
     ]
-    yield _Step(joining, "join", timeout + _GRACE)
+    yield _Step(joining, "join", timeout + _GRACE, group)
 
 
 def _leave(group: Group, timeout: float) -> _Steps:
@@ -166,28 +174,30 @@ def _call(actor: Any, function: Any, *args: Any) -> Any:
 # ---------------------------------------------------------------------- waiting for them
 
 
-def _run(steps: _Steps, made: Group | None = None) -> None:
+def _run(steps: _Steps) -> None:
     results: Any = None
-    try:
-        while (step := _advance(steps, results)) is not None:
-            futures = [ref.future() for ref in step.refs]
+    while (step := _advance(steps, results)) is not None:
+        futures = [ref.future() for ref in step.refs]
+        try:
             concurrent.futures.wait(futures, step.seconds, concurrent.futures.FIRST_EXCEPTION)
             results = _results(step, futures)
-    except BaseException:
-        _undo(made)
-        raise
+        except BaseException:
+            _undo(step)
+            raise
 
 
-async def _run_async(steps: _Steps, made: Group | None = None) -> None:
+async def _run_async(steps: _Steps) -> None:
     results: Any = None
-    try:
-        while (step := _advance(steps, results)) is not None:
-            futures = [asyncio.wrap_future(ref.future()) for ref in step.refs]
+    while (step := _advance(steps, results)) is not None:
+        futures = [asyncio.wrap_future(ref.future()) for ref in step.refs]
+        try:
             await asyncio.wait(futures, timeout=step.seconds, return_when=asyncio.FIRST_EXCEPTION)
             results = _results(step, futures)
-    except BaseException:
-        _undo(made)
-        raise
+        except BaseException:
+            for future in futures:
+                future.add_done_callback(_heard)
+            _undo(step)
+            raise
 
 
 def _advance(steps: _Steps, results: Any) -> _Step | None:
@@ -197,11 +207,17 @@ def _advance(steps: _Steps, results: Any) -> _Step | None:
         return None
 
 
-def _undo(made: Group | None) -> None:
+def _undo(step: _Step) -> None:
     """Let the actors that did join leave again, when they come to it; nobody waits for that."""
-    if made is not None:
-        for actor in made.actors:
-            _leaving(made, actor)
+    if step.joins is not None:
+        for actor in step.joins.actors:
+            _leaving(step.joins, actor).future().add_done_callback(_heard)
+
+
+def _heard(future: Any) -> None:
+    """Take an error that nobody waits for, so that it is not reported as forgotten."""
+    if not future.cancelled():
+        future.exception()
 
 
 def _results(step: _Step, futures: Sequence[Any]) -> list[Any]:

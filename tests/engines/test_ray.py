@@ -104,7 +104,10 @@ def test_a_killed_actor_is_lost_to_its_peers(cluster: Any, start: Start) -> None
     with pytest.raises(PeerLostError, match="actor of rank 2 is dead") as caught:
         ruda_async.ray.connect_actors(actors, timeout=LIMIT)
     assert caught.value.rank == 2
-    ruda_async.ray.connect_actors([*actors[:2], *start("Worker", 1)], timeout=LIMIT)
+    fresh = [*actors[:2], *start("Worker", 1)]
+    ruda_async.ray.connect_actors(fresh, timeout=LIMIT)
+    with pytest.raises(ConfigError):  # before anybody joins: what there was goes on
+        ruda_async.ray.connect_actors(fresh, url="tcpp://", timeout=LIMIT)
     assert cluster.get(actors[0].facts.remote())["world_size"] == 3
 
 

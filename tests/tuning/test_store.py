@@ -59,7 +59,7 @@ def test_another_machine_is_refused_by_what_differs(path: Path) -> None:
     content = json.loads(path.read_text())
     content["machine"] |= {"cores": 4096, "processor": "abacus"}
     path.write_text(json.dumps(content))
-    text = r"measured on another machine \(processor 'abacus', here .*, cores 4096, here \d+\); run `ruda-async"
+    text = r"measured on another machine \(processor 'abacus', here .*, cores 4096, here \d+\); run `"
     with pytest.raises(ConfigError, match=text):
         find_numbers(str(path), "net")
 
