@@ -18,8 +18,10 @@ class UnixStream:
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock, self.loop, self.writing = sock, asyncio.get_running_loop(), False
-        self.write = sock.sendmsg  # takes some bytes, or raises BlockingIOError
-        self.read_into = sock.recv_into  # gives some bytes, 0 at the end, or raises BlockingIOError
+        self.write: Callable[..., int] = sock.sendmsg  # takes some bytes, or raises BlockingIOError
+        self.read_into: Callable[..., int] = (
+            sock.recv_into
+        )  # gives some bytes, 0 at the end, or raises BlockingIOError
 
     def await_bytes(self) -> bool:
         return True  # reading is worth a try; a stream that can look more cheaply may say False
