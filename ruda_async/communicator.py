@@ -288,7 +288,8 @@ def connect(
             which reads what torchrun, mpiexec or Slurm set.
         rank, world_size: this rank and the number of ranks, where the URL or environment do not say.
         timeout: seconds for joining, and the default for every call; 300 where nothing says otherwise.
-        options: `algorithm`, `order`, `secret`, and the transport's own parameters; they win over the URL.
+        options: `algorithm`, `order`, `tuning`, `secret`, and the transport's own parameters; they win over
+            the URL.
 
     Raises:
         ConfigError: the URL, a parameter or the set of ranks is wrong.

@@ -10,8 +10,6 @@ library's transports and never through Ray's object store.
 
 from __future__ import annotations
 
-from typing import Any
-
 from .actors import AsyncRank, async_communicator, communicator
 from .driver import Group, connect_actors, connect_actors_async
 
@@ -26,7 +24,7 @@ __all__ = [
 ]
 
 
-def register_backend(_: Any = None) -> None:
+def register_backend() -> None:
     """Make ``"ruda"`` a backend of ``ray.util.collective`` in this process. Harmless twice.
 
     Ray wants that in the driver and in every actor: call it in ``__init__``, or once for all workers by
