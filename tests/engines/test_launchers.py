@@ -147,6 +147,7 @@ def slurm(rank: int, size: int, nodes: str, count: int) -> dict[str, str]:
     }
 
 
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("nodes", "count"),
     [("127.0.0.[1-2]", 2), ("localhost,127.0.0.[2,9]", 3), ("whatever[07-09]", 1)],
@@ -165,7 +166,7 @@ def test_slurm_steps(script: Callable[[str], str], nodes: str, count: int) -> No
         for rank in range(size)
     ]
     try:
-        deadline = time.monotonic() + 50
+        deadline = time.monotonic() + 150
         outputs = [process.communicate(timeout=deadline - time.monotonic()) for process in ranks]
     finally:
         for process in ranks:
