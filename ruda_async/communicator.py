@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import replace
+from time import monotonic
 from types import TracebackType
 from typing import Any, TypeVar
 
 from . import growth
 from .channel import Channel
+from .collectives.explaining import explanation
 from .collectives.operation import Settings
 from .collectives.request import Request
-from .collectives.selector import choose, choose_provider, known_algorithms
+from .collectives.selector import known_algorithms
 from .collectives.split import Split
 from .config import Config, resolve
 from .errors import CommunicatorClosedError, ConfigError
@@ -25,7 +27,8 @@ from .recovery import Recovery
 from .tags import channel_id
 from .tensors import blank
 from .transport.base import Transport
-from .transport.provider import NativeCall
+from .tuning.numbers import Numbers
+from .tuning.store import find_numbers
 
 __all__ = ["AsyncCommunicator", "connect", "open_transport"]
 
@@ -119,25 +122,18 @@ class AsyncCommunicator(AsyncOperations):
         }
 
     def explain(self, operation: str, nbytes: int) -> str:
-        """Which algorithm a call of `operation` with `nbytes` bytes per rank would run, and why."""
-        exact = self._settings.order == "exact"
-        natives = self._channel.natives
-        choice = choose(
+        """Which algorithm a call of `operation` with `nbytes` bytes per rank would run, and why.
+
+        With it come the estimated times of all algorithms that could, and the costs they are made of.
+        """
+        return explanation(
             operation,
             nbytes,
             self.world_size,
             self._channel.capabilities,
             self._settings,
-            exact=exact,
-            providers=natives.providers,
+            self._channel.natives,
         )
-        # A float32 sum stands for all dtypes and operators.
-        operator = "sum" if operation in ("all_reduce", "reduce", "reduce_scatter") else None
-        root = 0 if operation in ("reduce", "broadcast", "gather", "scatter") else None
-        call = NativeCall(operation, self.world_size, "float32", nbytes, operator, root)
-        provider, why = choose_provider(natives.providers, call, natives.members, self._settings, exact)
-        algorithm, reason = choice if provider is None else (provider.name, "")
-        return f"{operation} of {nbytes} bytes over {self.world_size} ranks: {algorithm}, {reason}{why}"
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Any:
         """A tensor of unknown content that collectives of this communicator read and write fastest.
@@ -294,8 +290,16 @@ class AsyncCommunicator(AsyncOperations):
         return await growth.grow(self, n, url, self._timeout if timeout is None else timeout)
 
     @classmethod
-    def over(
-        cls, transport: Transport, config: Config, home: Config, settings: Settings, timeout: float
+    async def over(
+        cls,
+        transport: Transport,
+        config: Config,
+        home: Config,
+        settings: Settings,
+        timeout: float,
+        *,
+        measured: Numbers | None = None,
+        within: float,
     ) -> AsyncCommunicator:
         """The communicator of all ranks of a transport, which it owns; for the parts of this library.
 
@@ -303,9 +307,16 @@ class AsyncCommunicator(AsyncOperations):
             config: what the transport was opened with.
             home: what the user gave; it differs where the job has grown.
             settings, timeout: the communicator's.
+            measured: on rank 0, the costs to go by instead of the transport's declaration.
+            within: seconds for all ranks to agree on them.
         """
         node = Node(transport, config, home)
-        node.start()
+        try:
+            node.start(measured)
+            await node.agree(within)
+        except BaseException as error:
+            node.abort(f"rank {config.rank} could not join: {error}")
+            raise
         channel = node.open_channel(channel_id(0, "main"), "main", tuple(range(config.world_size)))
         return cls(channel, settings, timeout, Recovery(node), owner=True)
 
@@ -382,7 +393,8 @@ def connect(
         timeout: seconds for joining, and the default for every call; 300 where nothing says otherwise.
         join: come to a running job, whose members call `AsyncCommunicator.grow`; rank and world size
             follow from that.
-        options: `algorithm`, `order`, `secret`, and the transport's own parameters; they win over the URL.
+        options: `algorithm`, `order`, `tuning`, `secret`, and the transport's own parameters; they win over
+            the URL.
 
     Raises:
         ConfigError: the URL, a parameter or the set of ranks is wrong.
@@ -403,5 +415,10 @@ async def _connect(config: Config) -> AsyncCommunicator:
         raise ConfigError(f"algorithm={algorithm!r} is not known; there are {', '.join(known)}")
     if config.join:
         return await growth.join(AsyncCommunicator, config)
+    measured = find_numbers(config.tuning, config.scheme) if config.rank == 0 else None
+    deadline = monotonic() + config.timeout
     transport = await open_transport(config)
-    return AsyncCommunicator.over(transport, config, config, config.settings, config.timeout)
+    left = max(deadline - monotonic(), 0.0)
+    return await AsyncCommunicator.over(
+        transport, config, config, config.settings, config.timeout, measured=measured, within=left
+    )

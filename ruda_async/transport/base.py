@@ -93,6 +93,9 @@ class Capabilities:
         bandwidth: bytes per second one way, for large messages.
         hosts: the number of each rank's host, counted from 0, where several ranks share one and there are
             several; else None. Links within a host are taken to be faster than those between hosts.
+        overhead: seconds that each further message costs a rank that sends or receives several at once, or
+            None for a usual share of the latency.
+        reduction: bytes per second that a rank adds to others.
     """
 
     ordered: bool = True
@@ -106,6 +109,8 @@ class Capabilities:
     latency: float = 20e-6
     bandwidth: float = 2e9
     hosts: tuple[int, ...] | None = None
+    overhead: float | None = None
+    reduction: float = 8e9
 
 
 class Ready:
