@@ -33,8 +33,8 @@ def free_port() -> int:
 def fresh_url(scheme: str) -> str:
     """A URL that no other job of this test run uses."""
     job = f"test-{os.getpid()}-{next(_jobs)}"
-    if scheme == "tcp":
-        return f"tcp://127.0.0.1:{free_port()}/{job}"
+    if scheme in ("tcp", "ucx"):
+        return f"{scheme}://127.0.0.1:{free_port()}/{job}"
     return f"{scheme}://{job}"
 
 
