@@ -24,7 +24,6 @@ from ruda_async.transport import (
     ProtocolError,
     Terms,
     Transport,
-    wire,
 )
 
 from .engine import CONTROL_BYTES, Engine, control_tag
@@ -182,8 +181,8 @@ def _endpoint(job: Job, api: Any, engine: Engine, rank: int, peer: _Peer) -> Any
     except api_error(api) as error:
         where = "on this host" if peer.machine == _machine() else f"at {peer.host}"
         raise ConfigError(
-            f"rank {job.rank}: UCX finds no way to rank {rank} {where} ({error}); give all ranks the same tls= "
-            "and net_devices=, with a transport that reaches it (tcp does)",
+            f"rank {job.rank}: UCX finds no way to rank {rank} {where} ({error}); give all ranks the same "
+            "tls= and net_devices=, with a transport that reaches it (tcp does)",
             rank=job.rank,
         ) from None
 
@@ -196,8 +195,8 @@ async def _greet(job: Job, transport: UcxTransport, links: dict[int, Link]) -> N
         missing = tuple(rank for rank, link in links.items() if not link.met.done())
         raise CollectiveTimeoutError(
             f"rank {job.rank} of {job.world_size}: nothing came over UCX from ranks "
-            f"{', '.join(map(str, missing))} within timeout={job.timeout:g} s; give all ranks the same tls= and "
-            "net_devices=, or look for a firewall between them",
+            f"{', '.join(map(str, missing))} within timeout={job.timeout:g} s; give all ranks the "
+            "same tls= and net_devices=, or look for a firewall between them",
             missing=missing,
         ) from None
 
