@@ -17,6 +17,8 @@ Body = Callable[[AsyncCommunicator], Awaitable[Any]]
 
 #: Schemes whose ranks may be tasks of one loop.
 SCHEMES = ("memory", "tcp", "shm") if hasattr(os, "memfd_create") else ("memory", "tcp")
+# Other transports, or fewer, through the same tests: RUDA_TEST_SCHEMES=ucx
+SCHEMES = tuple(os.environ.get("RUDA_TEST_SCHEMES", ",".join(SCHEMES)).split(","))
 
 _jobs = itertools.count()
 

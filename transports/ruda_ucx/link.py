@@ -157,13 +157,8 @@ class Link:
         self._loop.remove_reader(self._lifeline.fileno())
         self._engine.turn()  # what had arrived before is read first
         if not self.over.done():
-            self.end(
-                self._left()
-                if self._leaving
-                else PeerLostError(
-                    f"rank {self.peer} died: its connection ended without a goodbye", rank=self.peer
-                )
-            )
+            died = f"rank {self.peer} died: its connection ended without a goodbye"
+            self.end(self._left() if self._leaving else PeerLostError(died, rank=self.peer))
 
     def _failed(self, status: int) -> None:
         """UCX gave up an operation; an unreachable peer is the only reason that is left to it."""
