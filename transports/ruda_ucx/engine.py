@@ -92,11 +92,9 @@ class Engine:
         remote = self._api.UCXAddress.create_from_buffer(address)
         return self._api.UCXEndpoint.create_from_worker_address(self._worker, remote, False)
 
-    def listener(self, on_request: Callable[[Any], None]) -> Any:
-        """A UCX listener on a port that UCX picks; `on_request` gets each new endpoint, on any thread."""
-        return self._api.UCXListener.create(
-            self._worker, 0, on_request, endpoint_error_handling=False, deliver_endpoint=True
-        )
+    def listener(self, on_request: Callable[[int], None]) -> Any:
+        """A UCX listener on a port that UCX picks; `on_request` is told of connections, on any thread."""
+        return self._api.UCXListener.create(self._worker, 0, on_request)
 
     def dial(self, host: str, port: int) -> Any:
         """An endpoint to another worker's listener. Raises what ucxx raises."""

@@ -28,6 +28,7 @@ from ruda_async.transport import (
 
 from .engine import CONTROL_BYTES, Engine, control_tag
 from .link import Link
+from .listening import Listening
 from .loading import api_error, load, open_context
 from .memory import find_accelerator
 from .transport import UcxTransport
@@ -46,6 +47,7 @@ class _Peer(NamedTuple):
 
     Attributes:
         worker: the address of its UCX worker.
+        ucx_port: where its UCX listener is; 0 where it has none.
         machine: the same on all ranks that share a kernel and may reach each other through it.
     """
 
@@ -53,6 +55,7 @@ class _Peer(NamedTuple):
     port: int
     terms: Terms
     worker: bytes
+    ucx_port: int
     machine: bytes
 
     def pack(self) -> bytes:
@@ -63,6 +66,7 @@ class _Peer(NamedTuple):
                 self.terms.eager_bytes,
                 self.terms.early_bytes,
                 self.worker,
+                self.ucx_port,
                 self.machine,
             ]
         )
@@ -72,22 +76,27 @@ class _Peer(NamedTuple):
     def unpack(cls, data: bytes, rank: int) -> _Peer:
         """Read and check what rank `rank` told."""
         try:
-            host, port, eager, early, worker, machine = msgpack.unpackb(
-                data, max_str_len=256, max_bin_len=1 << 16, max_array_len=6
+            host, port, eager, early, worker, ucx_port, machine = msgpack.unpackb(
+                data, max_str_len=256, max_bin_len=1 << 16, max_array_len=7
             )
-            numbers = all(type(n) is int and n >= 0 for n in (port, eager, early))
-            if type(host) is not str or not numbers or port > 65535:
+            numbers = all(type(n) is int and n >= 0 for n in (port, eager, early, ucx_port))
+            if type(host) is not str or not numbers or max(port, ucx_port) > 65535:
                 raise ValueError
             if type(worker) is not bytes or not worker or type(machine) is not bytes:
                 raise ValueError
             ipaddress.ip_address(host)
         except (ValueError, TypeError, msgpack.UnpackException):
             raise ProtocolError(f"rank {rank} sent no usable address", rank=rank) from None
-        return cls(host, port, Terms(eager, early), worker, machine)
+        return cls(host, port, Terms(eager, early), worker, ucx_port, machine)
 
     def endpoint(self, job: Job) -> Endpoint:
         """Where to dial this rank's lifeline."""
         return Endpoint(partial(self._find, job), f"{self.host} port {self.port}")
+
+    async def address(self, job: Job) -> tuple[str, int]:
+        """Host and port of its lifeline's listener."""
+        host, port = (await self._find(job))[1][:2]
+        return host, port
 
     async def _find(self, job: Job) -> tuple[int, Any]:
         if ipaddress.ip_address(self.host).is_unspecified:  # rank 0 listens everywhere: as it was reached
@@ -122,18 +131,31 @@ async def join(job: Job) -> Transport:
         listener = await _listen(job, parameters)
         with listener:
             host, port = await _public_address(job, listener)
-            us = _Peer(host, port, parameters.terms, engine.address, _machine())
+            listening = Listening(engine) if parameters.listen else None
+            ucx_port = listening.port if listening else 0
+            us = _Peer(host, port, parameters.terms, engine.address, ucx_port, _machine())
             meeting = await job.meet(us.pack())
             peers = {r: _Peer.unpack(data, r) for r, data in enumerate(meeting.payloads) if r != job.rank}
             mesh = Mesh(job, meeting.session)
             await mesh.link(listener, {rank: peer.endpoint(job) for rank, peer in peers.items()})
         links: dict[int, Link] = {}
         try:
+            if listening is None:
+                endpoints = {rank: _endpoint(job, api, engine, rank, peer) for rank, peer in peers.items()}
+            else:
+                hosts = {rank: (await peer.address(job))[0] for rank, peer in peers.items()}
+                endpoints = await listening.link(
+                    job,
+                    meeting.session,
+                    mesh.sockets,
+                    lambda rank: _dial(job, api, engine, rank, hosts[rank], peers[rank].ucx_port),
+                )
+                listening.close()
             for rank, peer in peers.items():
                 links[rank] = Link(
                     rank,
                     engine,
-                    _endpoint(job, api, engine, rank, peer),
+                    endpoints[rank],
                     engine.tag(control_tag(_key(job, meeting.session, rank), job.rank)),
                     mesh.sockets[rank],
                     parameters,
@@ -183,6 +205,20 @@ def _endpoint(job: Job, api: Any, engine: Engine, rank: int, peer: _Peer) -> Any
         raise ConfigError(
             f"rank {job.rank}: UCX finds no way to rank {rank} {where} ({error}); give all ranks the same "
             "tls= and net_devices=, with a transport that reaches it (tcp does)",
+            rank=job.rank,
+        ) from None
+
+
+def _dial(job: Job, api: Any, engine: Engine, rank: int, host: str, port: int) -> Any:
+    """An endpoint to a peer's listener."""
+    if not port:
+        raise ConfigError(f"rank {rank} has no UCX listener; give all ranks the same listen=", rank=job.rank)
+    try:
+        return engine.dial(host, port)
+    except api_error(api) as error:
+        raise ConfigError(
+            f"rank {job.rank}: UCX finds no way to rank {rank} at {host} port {port} ({error}); give all "
+            "ranks the same tls= and net_devices=, or leave listen= out",
             rank=job.rank,
         ) from None
 

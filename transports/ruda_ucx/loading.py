@@ -64,9 +64,11 @@ def open_context(api: Any, parameters: UcxParameters) -> Any:
     try:
         return api.UCXContext(settings, feature_flags=(api.Feature.TAG, api.Feature.WAKEUP))
     except api_error(api) as error:
-        given = ", ".join(f"{name.lower()}={value}" for name, value in settings.items())
+        names = ("tls", "net_devices", "rndv_scheme", "rndv_thresh")
+        given = ", ".join(f"{name}={value}" for name in names if (value := getattr(parameters, name)))
         raise ConfigError(
-            f"UCX cannot be set up with {given}: {error}; see `ucx_info -d` for what this machine has"
+            f"UCX cannot be set up with {given or 'its defaults'}: {error}; "
+            "see `ucx_info -d` for what this machine has"
         ) from None
 
 
