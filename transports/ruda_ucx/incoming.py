@@ -72,7 +72,7 @@ class Incoming:
     def recv_into(self, tag: int, buffers: Sequence[Buffer], head: bytes) -> Awaitable[None]:
         """Post a receive; see `Transport.recv_into`."""
         if on_device(buffers) and not self.accelerator.native:
-            host = memoryview(bytearray(sum(b.nbytes for b in buffers)))
+            host = self.accelerator.room(sum(b.nbytes for b in buffers))
             inner = self._post(tag, (host,), head)
             return Staged(inner, partial(spread, host, buffers, self.accelerator))
         return self._post(tag, buffers, head)

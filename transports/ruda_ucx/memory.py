@@ -27,6 +27,10 @@ class Accelerator(Protocol):
         """Whether all that was queued on the current stream until now, and may touch `buffers`, is over."""
         ...
 
+    def room(self, nbytes: int) -> memoryview:
+        """Host memory that the device copies to and from at full speed."""
+        ...
+
     def read(self, buffer: Buffer) -> memoryview:
         """A copy of device memory on the host, in stream order; waits for the device."""
         ...
@@ -89,6 +93,9 @@ class _NoDevice:
     def fence(self, buffers: Sequence[Buffer]) -> Callable[[], bool]:
         return _always
 
+    def room(self, nbytes: int) -> memoryview:
+        return memoryview(bytearray(nbytes))
+
     def read(self, buffer: Buffer) -> memoryview:
         raise TypeError(f"{type(buffer).__name__} is device memory, and torch sees no CUDA device here")
 
@@ -125,15 +132,21 @@ class TorchAccelerator:
             events.append(event)
         return lambda: all(event.query() for event in events)
 
+    def room(self, nbytes: int) -> memoryview:
+        """See `Accelerator.room`: page-locked memory."""
+        return memoryview(self._torch.empty(nbytes, dtype=self._torch.uint8, pin_memory=True).numpy())
+
     def read(self, buffer: Buffer) -> memoryview:
         """See `Accelerator.read`."""
-        host = self._torch.empty(buffer.nbytes, dtype=self._torch.uint8, pin_memory=True)
-        host.copy_(self._tensor(buffer))
-        return memoryview(host.numpy())
+        host = self.room(buffer.nbytes)
+        if buffer.nbytes:
+            self._torch.frombuffer(host, dtype=self._torch.uint8).copy_(self._tensor(buffer))
+        return host
 
     def write(self, buffer: Buffer, data: memoryview) -> None:
-        """See `Accelerator.write`: a copy from pageable memory has left it when the call returns."""
-        self._tensor(buffer).copy_(self._torch.frombuffer(bytearray(data), dtype=self._torch.uint8))
+        """See `Accelerator.write`: a blocking copy on the current stream."""
+        host = data if not data.readonly else memoryview(bytearray(data))
+        self._tensor(buffer).copy_(self._torch.frombuffer(host, dtype=self._torch.uint8))
 
 
 def find_accelerator(cuda_support: bool) -> Accelerator:

@@ -133,8 +133,10 @@ class Outgoing:
         self.messages += 1
         self.bytes += nbytes
         ready = None
-        if on_device(buffers):
-            if self._accelerator.native and nbytes:
+        if not nbytes:
+            buffers = ()
+        elif on_device(buffers):
+            if self._accelerator.native:
                 ready = self._accelerator.fence(buffers)
             else:
                 buffers = [b if isinstance(b, memoryview) else self._accelerator.read(b) for b in buffers]
