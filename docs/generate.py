@@ -27,7 +27,9 @@ from ruda_async.transport.registry import get_plugin
 
 DOCS = Path(__file__).parent
 #: Plugins that other distributions add do not belong into this documentation.
-OURS = ("memory", "shm", "tcp")
+OURS = ("memory", "shm", "tcp", "ucx")
+#: Those that need nothing but this library, whose choice of algorithms is shown.
+UNIFORM = ("memory", "shm", "tcp")
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -140,12 +142,12 @@ async def capabilities_of(scheme: str) -> Capabilities:
 def choices() -> str:
     """What `choose` answers for a few sizes on each transport; transports that agree share a row."""
     sizes = {"1 KiB": 1 << 10, "64 KiB": 1 << 16, "1 MiB": 1 << 20, "64 MiB": 1 << 26}
-    capabilities = {scheme: asyncio.run(capabilities_of(scheme)) for scheme in OURS}
+    capabilities = {scheme: asyncio.run(capabilities_of(scheme)) for scheme in UNIFORM}
     rows = []
     for operation in ("all_reduce", "reduce_scatter", "all_gather", "broadcast"):
         for ranks in (2, 4, 16):
             agreeing: dict[tuple[str, ...], list[str]] = {}
-            for scheme in OURS:
+            for scheme in UNIFORM:
                 names = tuple(
                     f"`{choose(operation, nbytes, ranks, capabilities[scheme], Settings()).algorithm}`"
                     for nbytes in sizes.values()

@@ -160,8 +160,8 @@ async def test_strangers_are_not_heard() -> None:
         frame = wire.encode(wire.MESSAGE, 5, 3) + b"bad"
         if t.rank == 1:
             for key in range(3):
-                engine.send(link.endpoint, frame, engine.tag(key << 16 | 1))
-            engine.send(link.endpoint, frame, engine.tag(1 << 63 | 12345))
+                engine.send(0, link.endpoint, frame, engine.tag(key << 16 | 1))
+            engine.send(0, link.endpoint, frame, engine.tag(1 << 63 | 12345))
             await t.send(0, 5, (memoryview(b"abc"),))
         else:
             room = memoryview(bytearray(3))

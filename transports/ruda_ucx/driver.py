@@ -22,7 +22,7 @@ class Driver:
     """
 
     def __init__(
-        self, worker: Any, fd: int, loop: asyncio.AbstractEventLoop, turn: Callable[[], None]
+        self, worker: Any, fd: int, loop: asyncio.AbstractEventLoop, turn: Callable[[], object]
     ) -> None:
         self._worker = worker
         self._fd = fd

@@ -36,9 +36,10 @@ CONTROL_BYTES = 1 << 26
 class Operation:
     """One UCX request under way; `buffer` stays alive as long as UCX may touch it."""
 
-    __slots__ = ("buffer", "done", "request")
+    __slots__ = ("buffer", "done", "peer", "request")
 
-    def __init__(self, request: Any, buffer: Any, done: Callable[[int], None] | None) -> None:
+    def __init__(self, peer: int, request: Any, buffer: Any, done: Callable[[int], None] | None) -> None:
+        self.peer = peer
         self.request = request
         self.buffer = buffer
         #: Called with the UCX status once, 0 for success; None when nobody cares any more.
@@ -64,8 +65,10 @@ class Engine:
         self._spin = spin
         self._luck = _LUCK
         self._running: list[Operation] = []
-        self._arriving: deque[tuple[int, Any, bytearray]] = deque()
-        self._oversized: list[Any] = []
+        #: Small messages that are not whole yet, and those behind them, by peer.
+        self._arriving: dict[int, deque[tuple[Any, bytearray]]] = {}
+        #: What is of no use any more, but UCX may still touch.
+        self._abandoned: list[Any] = []
         self._fences: list[tuple[Callable[[], bool], Callable[[], None]]] = []
         self._kicked = False
         self._turning = False
@@ -121,18 +124,20 @@ class Engine:
 
     # ------------------------------------------------------------------ operations
 
-    def send(self, endpoint: Any, data: Any, tag: Any, done: Callable[[int], None] | None = None) -> None:
+    def send(
+        self, peer: int, endpoint: Any, data: Any, tag: Any, done: Callable[[int], None] | None = None
+    ) -> None:
         """Start a tagged send of contiguous memory."""
         request = endpoint.tag_send(self._array(data), tag)
         if done is None and request.completed and not request.status:
             return
-        self._running.append(Operation(request, data, done))
+        self._running.append(Operation(peer, request, data, done))
         self.kick()
 
-    def receive(self, target: Buffer, tag: int, done: Callable[[int], None]) -> Operation:
+    def receive(self, peer: int, target: Buffer, tag: int, done: Callable[[int], None]) -> Operation:
         """Start a tagged receive that fills `target` exactly."""
         request = self._worker.tag_recv(self._array(target), self._api.UCXXTag(tag))
-        operation = Operation(request, target, done)
+        operation = Operation(peer, request, target, done)
         self._running.append(operation)
         self.kick()
         return operation
@@ -143,6 +148,18 @@ class Engine:
             self._running.remove(operation)
         operation.done = None
         operation.request = operation.buffer = None  # the request's end cancels it in UCX
+
+    def forget(self, peer: int) -> None:
+        """The peer is lost: what is under way with it is not waited for, nor told of.
+
+        UCX has no way to take back what it has begun, so the memory is kept until the worker is released.
+        """
+        for operation in self._running:
+            if operation.peer == peer:
+                operation.done = None
+                self._abandoned.append(operation)
+        self._running = [operation for operation in self._running if operation.peer != peer]
+        self._abandoned.extend(self._arriving.pop(peer, ()))
 
     def when(self, ready: Callable[[], bool], act: Callable[[], None]) -> None:
         """Call `act` once `ready()` is true: now, or on a later turn."""
@@ -164,18 +181,19 @@ class Engine:
         self._kicked = False
         self.turn()
 
-    def turn(self) -> None:
-        """Drive UCX until nothing moves, for a fraction of a millisecond at most."""
+    def turn(self) -> bool:
+        """Drive UCX until nothing moves, for a fraction of a millisecond at most; False if more moves."""
         if self._closed or self._turning:
-            return
+            return True
         idle = self._drive(monotonic() + _TURN)
         if self._closed:
-            return
+            return True
         # Armed, UCX makes its descriptor readable at the next event; it refuses while there is one already.
         if not idle or self.mode == "polling" or (self.mode == "blocking" and not self._worker.arm()):
             self.kick()
         elif (self._running or self._arriving or self._fences) and self._tick is None:
             self._tick = self._loop.call_later(_TICK, self._on_tick)
+        return idle
 
     def _on_tick(self) -> None:
         self._tick = None
@@ -206,30 +224,32 @@ class Engine:
             came = True
             rank = probe.sender_tag.value & _RANK_MASK
             if probe.length > CONTROL_BYTES:  # no rank sends that: an empty message breaks the protocol too
-                self._oversized.append(probe)
+                self._abandoned.append(probe)
                 self._on_control(rank, bytearray())
             else:
                 data = bytearray(probe.length)
                 request = self._worker.tag_recv_with_handle(self._array(data), probe)
-                self._arriving.append((rank, request, data))
-                self._dispatch()
+                if request.completed and rank not in self._arriving:
+                    self._on_control(rank, data)
+                else:
+                    self._arriving.setdefault(rank, deque()).append((request, data))
             if self._closed or monotonic() > end:
                 return True
             probe = self._worker.tag_probe(self._control_tag, self._control_mask, True)
-        return self._dispatch() or came
+        return (bool(self._arriving) and self._dispatch()) or came
 
     def _dispatch(self) -> bool:
-        """Hand on what is whole; a long message may still be coming, and the others keep behind it."""
-        arriving = self._arriving
+        """Hand on what is whole; a long message may still be coming, and its peer's others keep behind it."""
         handed = False
-        while arriving and not self._closed:
-            rank, request, data = arriving[0]
-            if not request.completed:
-                break
-            arriving.popleft()
-            assert self._on_control is not None
-            self._on_control(rank, data)
-            handed = True
+        for rank in list(self._arriving):
+            queue = self._arriving[rank]
+            while queue and queue[0][0].completed and not self._closed:
+                _, data = queue.popleft()
+                assert self._on_control is not None
+                self._on_control(rank, data)
+                handed = True
+            if not queue:
+                self._arriving.pop(rank, None)
         return handed
 
     def _reap(self) -> bool:
@@ -320,8 +340,8 @@ class Engine:
         """
         self.shut()
         worker, context = self._worker, self._context
-        leftovers: list[Any] = [self._running, self._arriving, self._oversized]
-        self._running, self._arriving, self._oversized, self._fences = [], deque(), [], []
+        leftovers: list[Any] = [self._running, self._arriving, self._abandoned]
+        self._running, self._arriving, self._abandoned, self._fences = [], {}, [], []
         self._worker = self._context = None
 
         def free() -> None:

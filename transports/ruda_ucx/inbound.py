@@ -140,7 +140,7 @@ class Inbound:
             number, self._asked = self._asked, self._asked + 1
             tag = home.engine.fresh_tag()
             done = partial(self._arrived, number, target, targets)
-            self._operations[number] = home.engine.receive(target, tag, done)
+            self._operations[number] = home.engine.receive(home.peer, target, tag, done)
             home.outgoing.control(wire.encode(wire.READY, tag, 0, PULL.pack(start, size), self.ident))
 
     def _arrived(self, number: int, target: Buffer, targets: list[Buffer], status: int) -> None:

@@ -50,7 +50,7 @@ class Link:
         self._engine = engine
         self._lifeline = lifeline
         self._loop = asyncio.get_running_loop()
-        self.outgoing = Outgoing(engine, endpoint, tag, terms, accelerator, self._failed)
+        self.outgoing = Outgoing(peer, engine, endpoint, tag, terms, accelerator, self._failed)
         self.incoming = Incoming(
             peer,
             engine,
@@ -155,8 +155,13 @@ class Link:
             self._leaving = True
             return
         self._loop.remove_reader(self._lifeline.fileno())
-        self._engine.turn()  # what had arrived before is read first
-        if not self.over.done():
+        self._gone()
+
+    def _gone(self) -> None:
+        """The peer is gone; what had arrived before is read first."""
+        if not self._engine.turn():
+            self._loop.call_soon(self._gone)
+        elif not self.over.done():
             died = f"rank {self.peer} died: its connection ended without a goodbye"
             self.end(self._left() if self._leaving else PeerLostError(died, rank=self.peer))
 
@@ -174,6 +179,7 @@ class Link:
         self.over.set_result(None)
         self.outgoing.end(error)
         self.incoming.close(error)
+        self._engine.forget(self.peer)
         if not self.met.done():
             self.met.set_exception(error)
             self.met.exception()

@@ -97,7 +97,7 @@ class Listening:
             if not came.done():
                 came.set_result(status)
 
-        self._engine.receive(memoryview(number), tag, arrived)
+        self._engine.receive(peer, memoryview(number), tag, arrived)
         endpoint = dial(peer)
         if await came:
             raise OSError("UCX cannot reach it")
@@ -119,7 +119,7 @@ class Listening:
                 endpoint = self._listener.create_endpoint_from_conn_request(dialled.result(), False)
                 number = secrets.token_bytes(_NUMBER)
                 drawn[number] = endpoint
-                self._engine.send(endpoint, number, tag)
+                self._engine.send(peer, endpoint, number, tag)
         finally:
             answer.cancel()
         try:

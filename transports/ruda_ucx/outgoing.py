@@ -98,6 +98,7 @@ class Outgoing:
 
     def __init__(
         self,
+        peer: int,
         engine: Engine,
         endpoint: Any,
         tag: Any,
@@ -105,6 +106,7 @@ class Outgoing:
         accelerator: Accelerator,
         on_broken: Callable[[int], None],
     ) -> None:
+        self._peer = peer
         self._engine = engine
         self._endpoint = endpoint
         self._tag = tag
@@ -153,7 +155,7 @@ class Outgoing:
 
     def _post(self, frame: bytes) -> None:
         self.spoke = True
-        self._engine.send(self._endpoint, frame, self._tag)
+        self._engine.send(self._peer, self._endpoint, frame, self._tag)
 
     def _offer(
         self, tag: int, buffers: Sequence[Buffer], head: bytes, nbytes: int, ready: Callable[[], bool] | None
@@ -197,7 +199,9 @@ class Outgoing:
             return
         part = message.part(start, stop, self._accelerator)
         self.spoke = True
-        self._engine.send(self._endpoint, part, self._engine.tag(tag), partial(self._sent, message))
+        self._engine.send(
+            self._peer, self._endpoint, part, self._engine.tag(tag), partial(self._sent, message)
+        )
 
     def _sent(self, message: Outbound, status: int) -> None:
         """UCX has let go of a part."""
@@ -278,14 +282,18 @@ class Outgoing:
         """The peer takes nothing more."""
         self.refusal = self.refusal or error
         for message in list(self._offers.values()):
-            fail_future(message.future, error)
+            if not message.over:  # else it has it, and UCX has not heard so yet
+                fail_future(message.future, error)
 
     def end(self, error: BaseException) -> None:
         """The link is over: everything that waits fails."""
         self._ended = True
         self.refusal = error
         for message in list(self._offers.values()):
-            fail_future(message.future, error)
+            if not message.over:
+                fail_future(message.future, error)
+            elif not message.future.done():
+                message.future.set_result(None)
             if message.settled is not None and not message.settled.done():
                 message.settled.set_result(None)
         self._offers.clear()
