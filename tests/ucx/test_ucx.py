@@ -350,6 +350,27 @@ async def test_abort_leaves_nothing_behind() -> None:
     assert await freed() <= before
 
 
+async def test_a_lost_peer_keeps_nothing_running() -> None:
+    """What was under way with it is not driven any more, so an idle survivor sleeps."""
+    nbytes = 64 << 20
+
+    async def body(t: Transport) -> None:
+        if t.rank == 1:
+            sending = asyncio.ensure_future(awaited(t.send(0, 1, (memoryview(np.ones(nbytes, np.uint8)),))))
+            link = t._links[0]  # type: ignore[attr-defined]
+            while not sending.done() and not link.outgoing._pulled():
+                await asyncio.sleep(0)
+            t.abort("in the middle")
+            await outcome(sending)
+            return
+        error = await outcome(t.recv_into(1, 1, (memoryview(np.zeros(nbytes, np.uint8)),)))
+        assert isinstance(error, PeerLostError)
+        assert not t._engine._running  # type: ignore[attr-defined]
+        assert not t._engine._arriving  # type: ignore[attr-defined]
+
+    await run_transports(body)
+
+
 @pytest.mark.parametrize("progress", ["blocking", "polling", "thread"])
 async def test_uvloop_runs_the_same(progress: str) -> None:
     uvloop = pytest.importorskip("uvloop", reason="pip install 'ruda-async[uvloop]'")
