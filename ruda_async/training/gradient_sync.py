@@ -321,9 +321,9 @@ class GradientSync:
                 return
             if present._version == version:
                 raise TensorContractError(
-                    f"rank {self._rank}: the gradient of parameter {self._names[parameter]!r} was summed over "
-                    "ranks already, and a second pass would sum it again; zero gradients between passes, or "
-                    "accumulate under no_sync()"
+                    f"rank {self._rank}: the gradient of parameter {self._names[parameter]!r} was summed "
+                    "over ranks already, and a second pass would sum it again; zero gradients between "
+                    "passes, or accumulate under no_sync()"
                 )
 
         return before

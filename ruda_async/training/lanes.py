@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, NoReturn, ParamSpec, TypeVar
@@ -12,7 +13,7 @@ from ..collectives.operation import Link
 from ..communicator import AsyncCommunicator
 from ..sync import Communicator
 
-__all__ = ["await_here", "channel_of", "inner_of", "off_loop", "refused", "submit"]
+__all__ = ["all_done", "await_here", "channel_of", "inner_of", "off_loop", "refused", "submit"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -94,7 +95,16 @@ class _Refusal:
         raise self._error
 
 
-async def refused(comm: AsyncCommunicator, operation: str, error: Exception) -> NoReturn:
-    """Raise `error`, and have the other ranks' next call fail at once rather than wait."""
-    await comm._call(_Refusal(operation, error), None)
+async def refused(comm: AsyncCommunicator, operation: str, error: Exception, calls: int = 1) -> NoReturn:
+    """Raise `error`, and have the other ranks' next `calls` calls fail at once rather than wait."""
+    for _ in range(calls):
+        with contextlib.suppress(Exception):
+            await comm._call(_Refusal(operation, error), None)
     raise error
+
+
+async def all_done(*calls: Coroutine[Any, Any, Any]) -> None:
+    """Run calls at once; when one fails, the others have ended too before its error is raised."""
+    for outcome in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(outcome, BaseException):
+            raise outcome

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,7 +14,7 @@ from ..errors import ConfigError, TensorContractError
 from .agreement import broadcast_tensors, describe, same_on_all_ranks
 from .checkpoint import cut_state, whole_state
 from .clipping import clip_grad_norm_
-from .lanes import await_here, inner_of, refused
+from .lanes import all_done, await_here, inner_of, refused
 from .shards import flatten
 
 __all__ = ["ShardedOptimizer"]
@@ -114,7 +113,8 @@ class ShardedOptimizer:
             error = TensorContractError(
                 f"the gradient of parameter {sparse} is sparse; make it dense (sparse=False for embeddings)"
             )
-            await_here(self._comm, refused(self._inner, "ShardedOptimizer", error))
+            calls = len(self._flats) + 1
+            await_here(self._comm, refused(self._inner, "ShardedOptimizer", error, calls))
         for flat in self._flats:
             flat.load()
         self._used.copy_(torch.tensor([p.grad is not None for p in self._parameters], dtype=torch.uint8))
@@ -130,7 +130,7 @@ class ShardedOptimizer:
         op = "mean" if self._divide_by is None else "sum"
         inner = self._inner
         calls = [inner.reduce_scatter(flat.message, op, out=flat.gradient) for flat in self._flats]
-        await asyncio.gather(inner.all_reduce(self._used, "max", out=self._used), *calls)
+        await all_done(inner.all_reduce(self._used, "max", out=self._used), *calls)
 
     def clip_grad_norm_(
         self, max_norm: float, *, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -156,13 +156,13 @@ class ShardedOptimizer:
         try:
             self.optimizer.step()
         except Exception as error:
-            await_here(self._comm, refused(self._inner, "ShardedOptimizer", error))
+            await_here(self._comm, refused(self._inner, "ShardedOptimizer", error, len(self._flats)))
         await_here(self._comm, self._gather())
         self._reduced = False
 
     async def _gather(self) -> None:
         inner = self._inner
-        await asyncio.gather(*(inner.all_gather(flat.shard, out=flat.whole) for flat in self._flats))
+        await all_done(*(inner.all_gather(flat.shard, out=flat.whole) for flat in self._flats))
 
     def zero_grad(self) -> None:
         """Drop all gradients, of the parameters and of the shards."""
