@@ -35,7 +35,7 @@ from .waiting import Lane
 if TYPE_CHECKING:
     from .scope import CollectiveScope
 
-__all__ = ["Call", "keep", "run", "run_async", "scope_of", "tracks"]
+__all__ = ["Call", "keep", "numbered_call", "on_channel", "run", "run_async", "scope_of", "tracks"]
 
 #: The scope that records each channel's differentiable collectives.
 scopes: weakref.WeakKeyDictionary[Channel, CollectiveScope] = weakref.WeakKeyDictionary()
@@ -145,7 +145,7 @@ class _Flight:
             self._next = Call(call.lane, rule, value, call.timeout, call.scope)
         self._future: concurrent.futures.Future[Tensor] | None = None
         if rule.communicates:
-            self._future = call.lane.start(_on_channel(inner, path, rule, value.detach(), call.timeout))
+            self._future = call.lane.start(on_channel(inner, path, rule, value.detach(), call.timeout))
         else:
             self._result = rule.local(value.detach(), inner.rank, inner.world_size)
 
@@ -155,9 +155,10 @@ class _Flight:
         return self._result if self._next is None else self._next.finish(f"{self._path}/0", self._result)
 
 
-async def _on_channel(
+async def on_channel(
     comm: AsyncCommunicator, path: str, rule: Rule, value: Tensor, timeout: float | None
 ) -> Tensor:
+    """Run a backward collective on the channel of its name."""
     channel = comm.channel(f"backward {path}")
     try:
         return await rule.run(channel, value, timeout)
@@ -253,9 +254,10 @@ def _begin(comm: Communicator | AsyncCommunicator, rule: Rule, value: Tensor, ti
     return Call(lane, rule, value, timeout, scope if _graph_task() == -1 else None)
 
 
-async def _numbered(
+async def numbered_call(
     comm: AsyncCommunicator, rule: Rule, value: Tensor, timeout: float | None
 ) -> tuple[str, Tensor]:
+    """Run a forward collective; its path and its result."""
     number = comm._channel.next  # what the call, which starts before the next await, will take
     return str(number), await rule.run(comm, value.detach(), timeout)
 
@@ -275,7 +277,7 @@ def run(comm: Communicator, rule: Rule, value: Tensor, timeout: float | None, fo
         return rule.local(value, inner.rank, inner.world_size)
     call = _begin(comm, rule, value, timeout)
     if rule.communicates:
-        return call.finish(*comm._wait(_numbered(inner, rule, value, timeout)))
+        return call.finish(*comm._wait(numbered_call(inner, rule, value, timeout)))
     return call.finish(_region(inner), rule.local(value.detach(), inner.rank, inner.world_size))
 
 
@@ -287,5 +289,5 @@ async def run_async(
         return await rule.run(comm, value, timeout)
     call = _begin(comm, rule, value, timeout)
     if rule.communicates:
-        return call.finish(*await _numbered(comm, rule, value, timeout))
+        return call.finish(*await numbered_call(comm, rule, value, timeout))
     return call.finish(_region(comm), rule.local(value.detach(), comm.rank, comm.world_size))

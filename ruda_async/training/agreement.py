@@ -52,6 +52,6 @@ async def broadcast_tensors(comm: AsyncCommunicator, tensors: Sequence[Tensor], 
         flat = torch.cat([value.detach().reshape(-1) for value in group])
         received = await comm.broadcast(flat, root, out=flat)
         if comm.rank != root:
-            parts = received.split([value.numel() for value in group])
+            parts = torch.split(received, [value.numel() for value in group])
             for value, part in zip(group, parts, strict=True):
                 value.detach().copy_(part.view(value.shape))

@@ -58,7 +58,7 @@ class Bucket:
 
     def _cut(self, flat: Tensor) -> list[Tensor]:
         sizes = [m.parameter.numel() for m in self.members]
-        parts = flat[: self.elements].split(sizes)
+        parts = torch.split(flat[: self.elements], sizes)
         return [part.view(m.parameter.shape) for part, m in zip(parts, self.members, strict=True)]
 
     @property

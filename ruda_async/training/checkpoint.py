@@ -31,7 +31,7 @@ async def whole_state(
     Raises:
         TensorContractError: some state is not one number for each element of its parameter; on all ranks.
     """
-    mine = [[piece.index, _facts(piece, optimizer.state[piece.part])] for f in flats for piece in f.pieces]
+    mine = [[piece.number, _facts(piece, optimizer.state[piece.part])] for f in flats for piece in f.pieces]
     known: dict[int, dict[str, list[Any]]] = {}
     for each in await comm.all_gather_object(mine):
         for index, facts in each:

@@ -120,10 +120,13 @@ class GradientSync:
         self._times: list[BucketTimes] = []
         #: Gradients that were reduced and must not be reduced again, by parameter, with their versions.
         self._reduced: dict[Parameter, tuple[weakref.ref[Tensor], int]] = {}
-        self._handles = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self._names]
+        self._handles: list[Any] = []
         for p in self._names:
+            hook: Any = p.register_post_accumulate_grad_hook
+            self._handles.append(hook(self._on_gradient))
             if self._scale_of(p) is not None or op == "sum":
-                self._handles.append(p.register_hook(self._guard(p)))
+                hook = p.register_hook
+                self._handles.append(hook(self._guard(p)))
 
     # ------------------------------------------------------------------ for training loops
 

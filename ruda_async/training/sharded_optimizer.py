@@ -213,10 +213,10 @@ class ShardedOptimizer:
         numbers = [index for group in state_dict["param_groups"] for index in group["params"]]
         state: dict[int, dict[str, Any]] = {}
         for place, piece in enumerate(piece for flat in self._flats for piece in flat.pieces):
-            whole = state_dict["state"].get(numbers[piece.index])
+            whole = state_dict["state"].get(numbers[piece.number])
             if whole is not None:
-                shape = self._parameters[piece.index].shape
-                _check_shapes(piece.index, shape, whole)
+                shape = self._parameters[piece.number].shape
+                _check_shapes(piece.number, shape, whole)
                 state[place] = cut_state(piece, shape, whole)
         groups = []
         place = 0

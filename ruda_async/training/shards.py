@@ -20,13 +20,13 @@ class Piece(NamedTuple):
     """This rank's part of one parameter.
 
     Attributes:
-        index: the parameter's number among all of the optimizer's.
+        number: the parameter's among all of the optimizer's.
         start, stop: the elements of the flattened parameter that are this rank's.
         offset: where they begin in this rank's shard.
         part: a one-dimensional parameter of its own, whose memory is the whole parameter's.
     """
 
-    index: int
+    number: int
     start: int
     stop: int
     offset: int
@@ -83,9 +83,8 @@ class Flat:
     @torch.no_grad()
     def load(self) -> None:
         """Collect the parameters' gradients; zeros where there is none."""
-        parts = self.message[: sum(p.numel() for p in self.parameters)].split(
-            [p.numel() for p in self.parameters]
-        )
+        sizes = [p.numel() for p in self.parameters]
+        parts = torch.split(self.message[: sum(sizes)], sizes)
         for p, part in zip(self.parameters, parts, strict=True):
             if p.grad is None:
                 part.zero_()
@@ -97,7 +96,7 @@ class Flat:
         for piece in self.pieces:
             count = piece.stop - piece.start
             gradient = self.gradient[piece.offset : piece.offset + count]
-            piece.part.grad = gradient if used[piece.index] else None
+            piece.part.grad = gradient if used[piece.number] else None
 
     def joined(self, values: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
         """One value for each piece, or None, as a shard; zeros elsewhere."""
@@ -110,7 +109,7 @@ class Flat:
     def separated(self, whole: Tensor) -> dict[int, Tensor]:
         """`whole` cut into the parameters' shapes, by their numbers."""
         sizes = [p.numel() for p in self.parameters]
-        parts = whole[: sum(sizes)].split(sizes)
+        parts = torch.split(whole[: sum(sizes)], sizes)
         return {
             index: part.reshape(p.shape).clone()
             for index, p, part in zip(self.indices, self.parameters, parts, strict=True)
