@@ -9,7 +9,8 @@ ranks, so theirs are whole; ``groups=[(experts, None)]`` says so.
     ruda-async run -n 4 examples/train_digits_moe.py [--epochs 15] [--save PATH]
 
 It prints the accuracy on held-out images, which has to be above 95 %, how many tokens each expert got,
-and the share of a step that is communication. ``--save PATH`` keeps the model; ``digits_moe`` says in what form.
+and the share of a step that is communication. ``--save PATH`` keeps the model; ``digits_moe`` says in which
+form.
 """
 
 from __future__ import annotations
@@ -153,8 +154,9 @@ def show(report: Report, quick: bool) -> int:
     visits = " ".join(map(str, report.tokens_per_expert))
     print(f"tokens per expert       {visits} (held-out images, {sizes.chosen} experts each)")
     print(
-        f"communication           {communication / report.seconds:.0%} of a step's {step:.1f} ms, waiting for "
-        f"slower ranks included: {report.exchanges:.2f} s for tokens, {report.waiting:.2f} s for gradients"
+        f"communication           {communication / report.seconds:.0%} of a step's {step:.1f} ms, waiting "
+        f"for slower ranks included: {report.exchanges:.2f} s for tokens, {report.waiting:.2f} s for "
+        "gradients"
     )
     print(f"hidden behind backward  {report.overlapped:.2f} s of gradients' communication")
     if not quick and not report.accuracy > ACCURACY:

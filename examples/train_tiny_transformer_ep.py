@@ -8,10 +8,11 @@ replicated on all four, and each rank has its own part of every batch:
     row 0   rank 0         rank 1        experts 0 1 | 2 3
     row 1   rank 2         rank 3        experts 0 1 | 2 3
 
-The text is the standard library's, so there is nothing to download; the model reads and predicts bytes. The
-loss has to fall below 2.6 nats a byte (knowing nothing is ln 128 = 4.85) in 120 steps. ``--check`` then trains
-the same model in one process, without communication, and compares the two loss curves. Both compute in
-float64: a router's choice is a step function, and rounding would sooner or later send some token elsewhere.
+The text is the standard library's, so there is nothing to download; the model reads and predicts bytes.
+The loss has to fall below 2.6 nats a byte (knowing nothing is ln 128 = 4.85) in 120 steps. ``--check`` then
+trains the same model in one process, without communication, and compares the two loss curves. Both compute
+in float64: a router's choice is a step function, and rounding would sooner or later send some token
+elsewhere.
 
     python examples/train_tiny_transformer_ep.py [--steps 120] [--check] [--url tcp://127.0.0.1:0]
     ruda-async run -n 4 examples/train_tiny_transformer_ep.py [--steps 120] [--check]
@@ -174,8 +175,8 @@ def train_rank(steps: int) -> list[float]:
         if comm.rank == 0:
             seconds, stats = time.perf_counter() - start, gradients.stats()
             print(
-                f"{1000 * seconds / steps:.0f} ms a step; gradients were under way for {stats.in_flight:.2f} s, "
-                f"of which {stats.overlapped:.2f} s behind backward"
+                f"{1000 * seconds / steps:.0f} ms a step; gradients were under way for {stats.in_flight:.2f} "
+                f"s, of which {stats.overlapped:.2f} s behind backward"
             )
         return losses
 
@@ -207,7 +208,8 @@ def judge(losses: list[float], check: bool) -> int:
         alone = train_alone(len(losses))
         difference = max(abs(a - b) / b for a, b in zip(losses, alone, strict=True))
         print(
-            f"against one process     {difference:.1e} largest relative difference in loss (bound {BOUND:.0e})"
+            f"against one process     {difference:.1e} largest relative difference in loss (bound "
+            f"{BOUND:.0e})"
         )
         if not difference <= BOUND:
             failures.append("the loss curve differs from the one-process run's")

@@ -16,10 +16,10 @@ The collective itself runs on plain tensors, blocking or awaited, so both forms 
 
 from __future__ import annotations
 
-import concurrent.futures
 import itertools
 import threading
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -129,7 +129,7 @@ def _tracked(function: Any, *args: Any) -> Tensor:
 class _Flight:
     """The backward collective of one call, in one backward pass."""
 
-    __slots__ = ("_call", "_future", "_next", "_path", "_result", "_value")
+    __slots__ = ("_call", "_next", "_path", "_result", "_value", "_wait")
 
     def __init__(self, call: Call, path: str, gradient: Tensor) -> None:
         inner = call.lane.inner
@@ -143,15 +143,16 @@ class _Flight:
         self._next: Call | None = None
         if torch.is_grad_enabled():
             self._next = Call(call.lane, rule, value, call.timeout, call.scope)
-        self._future: concurrent.futures.Future[Tensor] | None = None
+        self._wait: Callable[[], Tensor] | None = None
         if rule.communicates:
-            self._future = call.lane.start(on_channel(inner, path, rule, value.detach(), call.timeout))
+            plain = value.detach()
+            self._wait = call.lane.begin(lambda: on_channel(inner, path, rule, plain, call.timeout))
         else:
             self._result = rule.local(value.detach(), inner.rank, inner.world_size)
 
     def land(self) -> Tensor:
-        if self._future is not None:
-            self._result = self._call.lane.wait(self._future)
+        if self._wait is not None:
+            self._result = self._wait()
         return self._result if self._next is None else self._next.finish(f"{self._path}/0", self._result)
 
 

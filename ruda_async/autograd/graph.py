@@ -25,7 +25,6 @@ from ..traits import VariableTensorExchange
 from . import rules
 from .compiling import eager
 from .engine import numbered_call, on_channel
-from .waiting import Lane
 
 __all__ = ["in_graph", "traced", "traced_dim", "traced_dims", "traced_exchange", "traced_op", "traced_root"]
 
@@ -97,8 +96,7 @@ def _transpose(
     path = f"{entries[0]}.{entries[1]}"
     entries[1] += 1
     back, value = rule.transposed(gradient, base.world_size)
-    lane = Lane(base)
-    return lane.wait(lane.start(on_channel(base._inner, path, back, value, timeout)))
+    return base._wait(on_channel(base._inner, path, back, value, timeout))
 
 
 _library.impl("start", _start, "CompositeExplicitAutograd")
