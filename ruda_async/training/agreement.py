@@ -13,6 +13,9 @@ from ..errors import TensorContractError
 
 __all__ = ["broadcast_tensors", "describe", "same_on_all_ranks"]
 
+#: Tensors of as many bytes are broadcast one by one, without a copy.
+_LARGE = 1024 * 1024
+
 
 def describe(name: str, value: Tensor) -> str:
     """What ranks have to agree on about one tensor."""
@@ -44,14 +47,17 @@ async def same_on_all_ranks(comm: AsyncCommunicator, what: str, facts: Sequence[
 
 @torch.no_grad()
 async def broadcast_tensors(comm: AsyncCommunicator, tensors: Sequence[Tensor], root: int = 0) -> None:
-    """Overwrite `tensors` by those of rank `root`, one message for each dtype and device; collective."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for value in tensors:
-        kinds.setdefault((value.dtype, value.device), []).append(value)
+    """Overwrite `tensors` by those of rank `root`; collective. Small ones of one kind travel together."""
+    kinds: dict[object, list[Tensor]] = {}
+    for number, value in enumerate(tensors):
+        small = value.numel() * value.element_size() < _LARGE
+        kinds.setdefault((value.dtype, value.device, -1 if small else number), []).append(value.detach())
     for group in kinds.values():
-        flat = torch.cat([value.detach().reshape(-1) for value in group])
-        received = await comm.broadcast(flat, root, out=flat)
-        if comm.rank != root:
-            parts = torch.split(received, [value.numel() for value in group])
-            for value, part in zip(group, parts, strict=True):
-                value.detach().copy_(part.view(value.shape))
+        flat = group[0].reshape(-1) if len(group) == 1 else torch.cat([value.reshape(-1) for value in group])
+        await comm.broadcast(flat, root, out=flat)
+        if comm.rank == root:
+            continue
+        parts = torch.split(flat, [value.numel() for value in group])
+        for value, part in zip(group, parts, strict=True):
+            if value.data_ptr() != part.data_ptr():
+                value.copy_(part.view(value.shape))

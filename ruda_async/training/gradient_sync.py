@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from time import perf_counter
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from ..communicator import AsyncCommunicator
-from ..errors import ConfigError, RudaError, TensorContractError
+from ..errors import CollectiveCancelledError, ConfigError, RudaError, TensorContractError
 from .agreement import broadcast_tensors, describe, same_on_all_ranks
 from .buckets import Bucket, Member, make_buckets
 from .lanes import await_here, channel_of, inner_of, refused, submit
@@ -234,7 +234,7 @@ class GradientSync:
     def _begin(self) -> Pass:
         if self._pass is None:
             for call in self._left_over:
-                _outcome(call)  # waits; the reason was told when it mattered
+                self._outcome(call)  # waits; the reason was told when it mattered
             self._left_over = []
             self._finished = False
             self._pass = Pass(self._start_rest, self._end, self._dropped)
@@ -269,10 +269,10 @@ class GradientSync:
         self._pass = None
         self._finished = True
         began = perf_counter()
-        errors = [error for call in current.calls.values() if (error := _outcome(call)) is not None]
+        errors = [error for call in current.calls.values() if (error := self._outcome(call)) is not None]
         waited = perf_counter() - began
         if errors:
-            raise min(errors, key=_consequence)
+            raise min(errors, key=lambda error: not isinstance(error, RudaError))  # likelier the reason
         for bucket in self._buckets:
             bucket.store(self._scale if bucket.comm is not self._comm else None)
         if self._scale is not None:
@@ -283,6 +283,16 @@ class GradientSync:
         stats.nbytes += sum(each.nbytes for each in current.times)
         stats.in_flight += covered(current.times)
         stats.waiting += waited
+
+    def _outcome(self, call: Future[Any]) -> BaseException | None:
+        """Wait for a reduction; its error."""
+        try:
+            return call.exception()
+        except CancelledError:
+            rank = inner_of(self._comm).rank
+            return CollectiveCancelledError(
+                f"rank {self._rank}: this backward pass was cancelled, or its communicator closed", rank=rank
+            )
 
     def _dropped(self, current: Pass) -> None:
         """Torch gave the pass up: something in it raised, and whoever called it is about to see what."""
@@ -370,18 +380,6 @@ def _members(
     for number, p in enumerate(elsewhere):
         found.setdefault(p, f"group parameter {number}")
     return [Member(name, p, elsewhere.get(p, comm)) for p, name in found.items() if p.requires_grad]
-
-
-def _outcome(call: Future[Any]) -> BaseException | None:
-    try:
-        return call.exception()
-    except BaseException as cancelled:
-        return cancelled
-
-
-def _consequence(error: BaseException) -> bool:
-    """Whether another error is likelier to tell the reason."""
-    return not isinstance(error, RudaError)
 
 
 @torch.no_grad()

@@ -336,6 +336,18 @@ def test_first_broadcast_and_disagreement() -> None:
     in_threads(2, body)
 
 
+def test_large_and_small_tensors_are_broadcast() -> None:
+    def body(comm: sync.Communicator) -> None:
+        sizes = [(3,), (1024, 300), (2, 2), (400, 1000)]
+        values = [torch.full(size, float(10 * comm.rank + i)) for i, size in enumerate(sizes)]
+        values[3] = values[3].t()  # large, and not contiguous
+        parameters = [nn.Parameter(value) for value in values]
+        GradientSync(parameters, comm)
+        assert [p.unique().tolist() for p in parameters] == [[0], [1], [2], [3]]
+
+    in_threads(3, body)
+
+
 def test_one_rank_alone() -> None:
     def body(comm: sync.Communicator) -> None:
         net = Net()

@@ -13,7 +13,14 @@ from rank_threads import in_threads
 from support import SCHEMES, fresh_url, run_ranks
 from torch import Tensor, nn
 
-from ruda_async import AsyncCommunicator, PeerLostError, TensorContractError, autograd, sync
+from ruda_async import (
+    AsyncCommunicator,
+    CollectiveCancelledError,
+    PeerLostError,
+    TensorContractError,
+    autograd,
+    sync,
+)
 from ruda_async.training import GradientSync, off_loop
 
 
@@ -124,6 +131,31 @@ async def test_backward_on_the_loop_is_refused_and_the_step_can_be_repeated() ->
         gradients = await off_loop(GradientSync, [p], comm)
         with pytest.raises(autograd.BlockedLoopError, match="off_loop"):
             p.sum().backward()
+        p.grad = None
+        await off_loop(gradients.backward, (p * (comm.rank + 1)).sum())
+        assert p.grad is not None
+        assert p.grad.tolist() == [1.5, 1.5]
+
+    await run_ranks(2, body)
+
+
+async def test_cancelling_a_pass_ends_it_on_all_ranks() -> None:
+    async def body(comm: AsyncCommunicator) -> None:
+        p = nn.Parameter(torch.ones(2))
+        gradients = await off_loop(GradientSync, [p], comm)
+        gate = comm.channel("gate")
+        if comm.rank == 0:
+            waiting = asyncio.ensure_future(off_loop(gradients.backward, p.sum()))
+            while not comm.stats()["in_flight"]:
+                await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            await gate.barrier()
+        else:
+            await gate.barrier()
+            with pytest.raises(CollectiveCancelledError):
+                await off_loop(gradients.backward, p.sum())
         p.grad = None
         await off_loop(gradients.backward, (p * (comm.rank + 1)).sum())
         assert p.grad is not None
