@@ -101,7 +101,7 @@ def train_rank(data: dict[str, np.ndarray], epochs: int, path: str | None = None
         model.mean.copy_(torch.from_numpy(mean))
         # Small buckets, since the model is: the last layers' gradients leave before the experts' are there.
         gradients = training.GradientSync(
-            model, comm, groups=[(model.experts.parameters(), None)], bucket_bytes=8192
+            model, comm, groups=[(model.experts.parameters(), None)], bucket_bytes=4096
         )
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
 

@@ -3,7 +3,7 @@
 Two operators carry all of them: `start` makes a call and `transpose` its backward. What tells one call from
 another (the communicator's number, the operation's name, its integers) is constant in the graph. Their fake
 kernels say what shape comes out, without communicating; the rows that an all-to-all-v receives are an
-unbacked size. Both are declared as effects where torch knows of such, so that none is dropped.
+unbacked size. Both are declared to have side effects, so that none is dropped.
 
 Beside its result, `start` returns a *ticket*: the number that the call took on its channel, how often its
 backward was run, and the received counts. The backward reads it, so its channel has the name that `engine`
@@ -106,15 +106,11 @@ _library.impl("transpose", _transpose, "CompositeExplicitAutograd")
 
 
 def _announce_effects() -> None:
-    """Tell torch that these operators have an order. When first traced: it costs an import."""
-    if _announced:
-        return
-    _announced.append(True)
-    register = getattr(_torch_library, "_register_effectful_op", None)
-    kinds = getattr(_torch_library, "EffectType", None)
-    if register is not None and kinds is not None:
-        register("ruda_async::start", kinds.ORDERED)
-        register("ruda_async::transpose", kinds.ORDERED)
+    """Tell torch that these calls are to be made though nobody uses the result; when first traced."""
+    if not _announced:
+        _announced.append(True)
+        torch.fx.node.has_side_effect(torch.ops.ruda_async.start.default)
+        torch.fx.node.has_side_effect(torch.ops.ruda_async.transpose.default)
 
 
 _announced: list[bool] = []

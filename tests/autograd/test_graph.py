@@ -197,6 +197,8 @@ def test_inductor() -> None:
     def body(comm: sync.Communicator) -> None:
         def step(x: Tensor) -> Tensor:
             rows, _ = autograd.all_to_all_v(comm, x.sin(), [1, 3])
+            autograd.all_gather(comm, x)  # not used, and made all the same, in its place
+            autograd.all_to_all_v(comm, x.cos(), [2, 2])
             total: Tensor = autograd.all_reduce_mean(comm, autograd.all_gather(comm, rows.sum(0)).cos())
             return total.sum()
 
