@@ -77,8 +77,8 @@ def clip_grad_norm_(
             "clipped; skip this step, or pass error_if_nonfinite=False"
         )
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0).item()
-    if factor != 1.0:
-        torch._foreach_mul_(whole + parts, factor) if whole or parts else None
+    if factor != 1.0 and (whole or parts):
+        torch._foreach_mul_(whole + parts, factor)
     return total
 
 
