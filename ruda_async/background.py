@@ -62,6 +62,11 @@ class Work(Generic[R]):
         self._future = future
         self._label = label
 
+    @property
+    def future(self) -> concurrent.futures.Future[R]:
+        """The future behind this handle, for code that waits for many or wants a callback."""
+        return self._future
+
     def done(self) -> bool:
         """Whether `wait` would return at once."""
         return self._future.done()
