@@ -79,9 +79,11 @@ class PointToPoint:
         for peer in peers:
             _, wire_tag = self._address(peer, tag, call)
         adapter = self._adapter(like, out, call)
-        async with self._bounded(call, tuple(peers), timeout):
-            async with self._first(peers, wire_tag) as (source, envelope):
-                target = await self._take(source, wire_tag, envelope, adapter, like, out, call)
+        async with (
+            self._bounded(call, tuple(peers), timeout),
+            self._first(peers, wire_tag) as (source, envelope),
+        ):
+            target = await self._take(source, wire_tag, envelope, adapter, like, out, call)
         return target.finish(), source
 
     @asynccontextmanager
@@ -91,7 +93,7 @@ class PointToPoint:
         probes = {asyncio.ensure_future(self._turn_and_probe(peer, wire_tag)): peer for peer in peers}
         try:
             pending = set(probes)
-            found: asyncio.Future[Envelope] | None = None
+            found: asyncio.Task[Envelope] | None = None
             while found is None:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 good = [task for task in done if task.exception() is None]

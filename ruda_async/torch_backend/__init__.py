@@ -45,7 +45,7 @@ def register() -> None:
 
     for scheme in [NAME, *plugins()]:
         with suppress(RuntimeError):  # torch has a handler for that scheme, which gives us a store
-            register_rendezvous_handler(scheme, _meet)
+            register_rendezvous_handler(scheme, _meet)  # type: ignore[no-untyped-call]
 
 
 def _create(group: Any, options: Any) -> Any:

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..collectives.operation import Link
@@ -135,11 +136,12 @@ def reduce_scatter_list(output: Any, inputs: Sequence[Any], op: Any, rank: int, 
         )
     if out.row.numel() != blocks.sizes[rank]:
         raise TensorContractError(
-            f"the output has {out.row.numel()} elements, but input {rank} of the list has {blocks.sizes[rank]}"
+            f"the output has {out.row.numel()} elements, but tensor {rank} of the inputs has "
+            f"{blocks.sizes[rank]}"
         )
 
     def finish(total: Tensor) -> None:
-        out.row.copy_(total.split(blocks.sizes)[rank])
+        out.row.copy_(torch.split(total, blocks.sizes)[rank])
         if out.settle is not None:
             out.settle()
 
@@ -211,7 +213,7 @@ def scatter(output: Any, inputs: Sequence[Any] | None, root: int, rank: int, siz
 def all_to_all(
     output: Any, input: Any, output_splits: Sequence[int], input_splits: Sequence[int], size: int
 ) -> Call:
-    """Rows of `input`, so many for each rank, as rows of `output`, so many from each; equal without splits."""
+    """Rows of `input` to each rank and of `output` from each, as many as the splits say; equal without."""
     source, target = plain(input), plain(output)
     send = _elements(source, input_splits, size, "input")
     receive = _elements(target, output_splits, size, "output")

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import Store, TCPStore
+from torch._C._distributed_c10d import Store, TCPStore
 
 from .. import sync
 from ..config import environment
@@ -68,7 +68,7 @@ def join(
     asked = options.url or os.environ.get("RUDA_URL") or ""
     if asked.startswith("env:"):
         asked = ""
-    arguments = {"rank": rank, "world_size": world_size, "timeout": timeout.total_seconds()}
+    arguments: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": timeout.total_seconds()}
     arguments |= options.parameters
     parts = split_url(asked or f"{default_plugin(network=True).scheme}://")
     plugin = get_plugin(parts.scheme)
@@ -198,6 +198,7 @@ def meet(url: str, timeout: timedelta = timedelta(minutes=5), **_: Any) -> Itera
     scheme, _, rest = url.partition("://")
     arguments: dict[str, Any] = {"timeout": timeout.total_seconds()}
     query = split_url(url).query
+    asked: str | None = url
     if scheme == "ruda":
         place = rest.partition("?")[0]
         if place.strip("/"):
@@ -205,10 +206,9 @@ def meet(url: str, timeout: timedelta = timedelta(minutes=5), **_: Any) -> Itera
         arguments |= {name: int(query[name]) for name in ("rank", "world_size") if name in query}
         asked = None
     else:
-        asked = url
         if (job := find_job(os.environ)) is not None:
-            given = {"rank": job.rank, "world_size": job.world_size}
-            arguments |= {name: value for name, value in given.items() if name not in query}
+            own = {"rank": job.rank, "world_size": job.world_size}
+            arguments.update((name, value) for name, value in own.items() if name not in query)
     communicator = sync.connect(asked, **arguments)
     try:
         store = _store_over(communicator, split_url(url).host, timeout)

@@ -50,10 +50,8 @@ def plain(tensor: Any) -> Tensor:
         )
     if type(tensor) is not Tensor and type(tensor).__torch_dispatch__ is _NO_DISPATCH:
         tensor = tensor.as_subclass(Tensor)
-    tensor = tensor.data
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    return tensor
+    own: Tensor = tensor.data
+    return torch.view_as_real(own.resolve_conj()) if own.is_complex() else own
 
 
 def flat(tensor: Any) -> Tensor:
@@ -165,5 +163,5 @@ class Pieces:
     def fill(self, row: Tensor) -> None:
         """Give each tensor its part of `row`, unless it is their own memory."""
         if self.row is None or row.data_ptr() != self.row.data_ptr():
-            for tensor, part in zip(self.tensors, row.split(self.sizes), strict=True):
+            for tensor, part in zip(self.tensors, torch.split(row, self.sizes), strict=True):
                 tensor.copy_(part.view(tensor.shape))

@@ -1,15 +1,20 @@
 """The process group: torch's calls, started on a communicator."""
 
+# torch's calls have two signatures each, and change from release to release: `signatures` takes both.
+# mypy: disable-error-code="override"
+
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from .. import sync
 from ..errors import CollectiveTimeoutError, ConfigError, RudaError, TensorContractError
@@ -36,10 +41,8 @@ class ProcessGroup(dist.ProcessGroup):
         communicator: for calls that torch does not have; its own calls count in that order too.
     """
 
-    def __init__(
-        self, store: dist.Store, communicator: sync.Communicator, timeout: timedelta, name: str
-    ) -> None:
-        super().__init__(communicator.rank, communicator.world_size)
+    def __init__(self, store: Store, communicator: sync.Communicator, timeout: timedelta, name: str) -> None:
+        super().__init__(communicator.rank, communicator.world_size)  # type: ignore[call-arg]
         self._store = store
         self._name = name
         self.communicator = communicator
@@ -100,7 +103,7 @@ class ProcessGroup(dist.ProcessGroup):
         said = Arguments("allreduce", args, kwargs, op=dist.ReduceOp.SUM)
         values = tensors_of(tensors)
         return self._start(
-            "allreduce", [lambda t=t: _all_reduce(t, said.op) for t in values], values, said.timeout
+            "allreduce", [partial(_all_reduce, t, said.op) for t in values], values, said.timeout
         )
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
@@ -112,7 +115,7 @@ class ProcessGroup(dist.ProcessGroup):
         said = Arguments("reduce", args, kwargs, root=0, op=dist.ReduceOp.SUM)
         values = tensors_of(tensors)
         return self._start(
-            "reduce", [lambda t=t: calls.reduce(t, said.root, said.op) for t in values], values, said.timeout
+            "reduce", [partial(calls.reduce, t, said.root, said.op) for t in values], values, said.timeout
         )
 
     def reduce_scatter(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Work:
@@ -123,10 +126,7 @@ class ProcessGroup(dist.ProcessGroup):
         rank, size = self.rank(), self.size()
         return self._start(
             "reduce_scatter",
-            [
-                lambda o=o, i=i: calls.reduce_scatter_list(o, i, said.op, rank, size)
-                for o, i in pairs(results, lists)
-            ],
+            [partial(calls.reduce_scatter_list, o, i, said.op, rank, size) for o, i in pairs(results, lists)],
             results,
             said.timeout,
         )
@@ -142,7 +142,7 @@ class ProcessGroup(dist.ProcessGroup):
         said = Arguments("reduce_scatter_single", (opts,), {}, op=dist.ReduceOp.SUM)
         return self._start(
             "reduce_scatter_single",
-            [lambda o=o, i=i: calls.reduce_scatter(o, i, said.op) for o, i in pairs(outputs, inputs)],
+            [partial(calls.reduce_scatter, o, i, said.op) for o, i in pairs(outputs, inputs)],
             outputs,
             said.timeout,
         )
@@ -156,7 +156,7 @@ class ProcessGroup(dist.ProcessGroup):
         size = self.size()
         return self._start(
             "allgather",
-            [lambda o=o, i=i: calls.all_gather_list(o, i, size) for o, i in pairs(lists, tensors_of(inputs))],
+            [partial(calls.all_gather_list, o, i, size) for o, i in pairs(lists, tensors_of(inputs))],
             [tensor for tensors in lists for tensor in tensors],
             said.timeout,
         )
@@ -170,7 +170,7 @@ class ProcessGroup(dist.ProcessGroup):
         size = self.size()
         return self._start(
             "allgather_coalesced",
-            [lambda o=o, i=i: calls.all_gather_list(o, i, size) for o, i in pairs(lists, inputs)],
+            [partial(calls.all_gather_list, o, i, size) for o, i in pairs(lists, inputs)],
             [tensor for tensors in outputs for tensor in tensors],
             said.timeout,
         )
@@ -186,7 +186,7 @@ class ProcessGroup(dist.ProcessGroup):
         said = Arguments("all_gather_single", (opts,), {})
         return self._start(
             "all_gather_single",
-            [lambda o=o, i=i: calls.all_gather(o, i) for o, i in pairs(outputs, inputs)],
+            [partial(calls.all_gather, o, i) for o, i in pairs(outputs, inputs)],
             outputs,
             said.timeout,
         )
@@ -200,7 +200,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self._start(
             "gather",
             [
-                lambda o=o, i=i: calls.gather(o, i, said.root, rank, size)
+                partial(calls.gather, o, i, said.root, rank, size)
                 for o, i in pairs(lists or [None] * len(values), values)
             ],
             [tensor for tensors in lists for tensor in tensors],
@@ -214,7 +214,7 @@ class ProcessGroup(dist.ProcessGroup):
         said = Arguments("broadcast", args, kwargs, root=0)
         values = tensors_of(tensors)
         return self._start(
-            "broadcast", [lambda t=t: calls.broadcast(t, said.root) for t in values], values, said.timeout
+            "broadcast", [partial(calls.broadcast, t, said.root) for t in values], values, said.timeout
         )
 
     def scatter(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Work:
@@ -226,7 +226,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self._start(
             "scatter",
             [
-                lambda o=o, i=i: calls.scatter(o, i, said.root, rank, size)
+                partial(calls.scatter, o, i, said.root, rank, size)
                 for o, i in pairs(results, lists or [None] * len(results))
             ],
             results,
@@ -240,7 +240,7 @@ class ProcessGroup(dist.ProcessGroup):
         said = Arguments("alltoall", args, kwargs)
         size = self.size()
         return self._start(
-            "alltoall", [lambda: calls.all_to_all_list(outputs, inputs, size)], outputs, said.timeout
+            "alltoall", [partial(calls.all_to_all_list, outputs, inputs, size)], outputs, said.timeout
         )
 
     def all_to_all_single(
@@ -257,18 +257,18 @@ class ProcessGroup(dist.ProcessGroup):
         size = self.size()
         return self._start(
             "all_to_all_single",
-            [lambda: calls.all_to_all(output, input, output_split_sizes, input_split_sizes, size)],
+            [partial(calls.all_to_all, output, input, output_split_sizes, input_split_sizes, size)],
             [output],
             said.timeout,
         )
 
     # ------------------------------------------------------------------ point to point
 
-    def send(self, tensors: list[Tensor], dstRank: int, tag: int = 0) -> Work:  # noqa: N803
+    def send(self, tensors: list[Tensor], dstRank: int, tag: int = 0) -> Work:
         """Send one tensor to a rank of the group."""
         return self._start_pair("send", lambda tensor: calls.send(tensor, dstRank, tag), tensors)
 
-    def recv(self, tensors: list[Tensor], srcRank: int, tag: int = 0) -> Work:  # noqa: N803
+    def recv(self, tensors: list[Tensor], srcRank: int, tag: int = 0) -> Work:
         """Receive one tensor from a rank of the group."""
         return self._start_pair("recv", lambda tensor: calls.receive(tensor, srcRank, tag), tensors)
 
@@ -307,14 +307,14 @@ class ProcessGroup(dist.ProcessGroup):
     # ------------------------------------------------------------------ older names of the same calls
 
     _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
 
     # ------------------------------------------------------------------ facts that torch asks for
 
-    def getBackendName(self) -> str:  # noqa: N802
+    def getBackendName(self) -> str:
         """``"ruda"``."""
         return "ruda"
 
@@ -324,7 +324,7 @@ class ProcessGroup(dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [_CPU]
 
-    def get_group_store(self) -> dist.Store:
+    def get_group_store(self) -> Store:
         """The store that torch made for this group."""
         return self._store
 
@@ -392,7 +392,8 @@ def create(group: Any, options: Any) -> ProcessGroup:
     """
     if options is not None and not isinstance(options, Options):
         raise TypeError(
-            f"pg_options of the backend ruda are ruda_async.torch_backend.Options, not {type(options).__name__}"
+            f"pg_options of the backend ruda are ruda_async.torch_backend.Options, not "
+            f"{type(options).__name__}"
         )
     ranks = list(group.global_ranks_in_group)
     world = dist.group.WORLD

@@ -1,4 +1,4 @@
-"""The two ways in which torch's process groups are called: with an options object, or with plain arguments."""
+"""The two ways in which torch calls a process group: with an options object, or with plain arguments."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Arguments:
         if hasattr(opts, "asyncOp"):
             given = {name: getattr(opts, _FIELDS.get(name, name)) for name in names}
         else:
-            given = dict(zip(names, args, strict=False)) | kwargs
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
         self.timeout = None
         for name in names:
             value = given.get(name)

@@ -74,6 +74,6 @@ def _unpack(rows: Tensor, like: Tensor) -> Tensor:
         return torch.sparse_coo_tensor(indices.t(), values, like.shape, check_invariants=True).coalesce()
     except RuntimeError as error:
         raise TensorContractError(
-            f"other ranks sent entries that a sparse tensor of shape {list(like.shape)} does not have ({error}); "
-            "pass tensors of one shape"
+            f"other ranks sent entries that a sparse tensor of shape {list(like.shape)} does not have "
+            f"({error}); pass tensors of one shape"
         ) from None

@@ -26,7 +26,7 @@ COMPLETIONS = concurrent.futures.ThreadPoolExecutor(max_workers=256, thread_name
 _NO_TIMEOUT = timedelta(0)
 
 
-class BackendError(dist.DistBackendError):  # type: ignore[misc, valid-type]
+class BackendError(dist.DistBackendError):
     """A call of the backend failed: a `RuntimeError`, as torch's users expect, around the library's error.
 
     Attributes:
@@ -35,7 +35,8 @@ class BackendError(dist.DistBackendError):  # type: ignore[misc, valid-type]
     """
 
     def __init__(self, error: BaseException) -> None:
-        super().__init__(f"{type(error).__name__}: {error}")
+        late = "the call's timeout has passed: " if isinstance(error, CollectiveTimeoutError) else ""
+        super().__init__(f"{type(error).__name__}: {late}{error}")
         self.error = error
         self.rank: int | None = getattr(error, "rank", None)
 
