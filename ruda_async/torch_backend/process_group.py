@@ -45,6 +45,7 @@ class ProcessGroup(dist.ProcessGroup):
         super().__init__(communicator.rank, communicator.world_size)  # type: ignore[call-arg]
         self._store = store
         self._name = name
+        self._description = "undefined"
         self.communicator = communicator
         self._timeout = timeout
         self._sequence = 0
@@ -302,7 +303,8 @@ class ProcessGroup(dist.ProcessGroup):
                 f"{limit.total_seconds() * 1000:.0f} ms"
             )
             error = CollectiveTimeoutError(text, rank=failed.error.rank, missing=missing)
-            raise BackendError(error) from failed
+            error.__cause__ = failed.error
+            raise BackendError(error) from error
 
     # ------------------------------------------------------------------ older names of the same calls
 
@@ -319,6 +321,24 @@ class ProcessGroup(dist.ProcessGroup):
         return "ruda"
 
     _get_backend_name = name = getBackendName
+
+    # torch's C++ keeps these in backends, which a process group of Python has none of.
+
+    def getGroupName(self) -> str:
+        """torch's name of the group, by which functional collectives find it."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        """What torch calls after the group was made."""
+        self._name = name
+
+    def getGroupDesc(self) -> str:
+        """What the group is for, as `new_group` was told."""
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:
+        """What torch calls after the group was made."""
+        self._description = description
 
     @property
     def _device_types(self) -> list[torch.device]:

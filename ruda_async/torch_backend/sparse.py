@@ -37,14 +37,14 @@ def all_reduce(tensor: Tensor, op: Any) -> Call:
         )
     if kind not in _KINDS:
         raise TensorContractError(f"the reduction {kind.name} of a sparse tensor; there are SUM and AVG")
-    target = tensor.detach()
-    packed = _pack(target.coalesce())
+    packed = _pack(tensor.detach().coalesce())
 
     def finish(exchange: Any) -> None:
-        total = _unpack(exchange.value, target)
+        total = _unpack(exchange.value, tensor)
         if kind == ReduceOp.AVG:
             total = total / len(exchange.receive_counts)
-        target.copy_(total)
+        with torch.no_grad():
+            tensor.copy_(total)
 
     return Call(lambda comm, seconds: comm.all_gather_v(packed, timeout=seconds), finish, packed.numel() * 8)
 
@@ -52,17 +52,11 @@ def all_reduce(tensor: Tensor, op: Any) -> Call:
 def _pack(tensor: Tensor) -> Tensor:
     """``[entries, bytes]`` of a coalesced tensor."""
     indices = tensor.indices().t().contiguous()
-    values = tensor.values().reshape(len(indices), -1)
-    if not values.shape[1] and tensor.dense_dim():
-        raise TensorContractError(f"a sparse tensor of shape {list(tensor.shape)} has no elements to add")
     width = math.prod(tensor.shape[tensor.sparse_dim() :])
-    return torch.cat(
-        [
-            indices.view(torch.uint8).view(len(indices), tensor.sparse_dim() * _INDEX_BYTES),
-            values.contiguous().view(torch.uint8).view(len(indices), width * tensor.element_size()),
-        ],
-        dim=1,
-    )
+    if not width:
+        raise TensorContractError(f"a sparse tensor of shape {list(tensor.shape)} has no elements to add")
+    values = tensor.values().reshape(len(indices), width).contiguous()
+    return torch.cat([indices.view(torch.uint8), values.view(torch.uint8)], dim=1)
 
 
 def _unpack(rows: Tensor, like: Tensor) -> Tensor:

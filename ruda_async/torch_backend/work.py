@@ -73,8 +73,10 @@ class Work(dist.Work):
             try:
                 error = _error_of(part, None if until is None else max(until - monotonic(), 0))
             except TimeoutError:
-                late = f"{self._label} is not done after waiting {seconds:g} s; it goes on, wait again"
-                raise BackendError(CollectiveTimeoutError(late)) from None
+                late = CollectiveTimeoutError(
+                    f"{self._label} is not done after waiting {seconds:g} s; it goes on, wait again"
+                )
+                raise BackendError(late) from late
             failed = failed or error
         if failed is not None:
             raise BackendError(failed) from failed
