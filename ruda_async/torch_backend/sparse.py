@@ -51,19 +51,26 @@ def all_reduce(tensor: Tensor, op: Any) -> Call:
 
 def _pack(tensor: Tensor) -> Tensor:
     """``[entries, bytes]`` of a coalesced tensor."""
-    indices = tensor.indices().t().contiguous()
+    entries = tensor.indices().shape[1]
     width = math.prod(tensor.shape[tensor.sparse_dim() :])
     if not width:
         raise TensorContractError(f"a sparse tensor of shape {list(tensor.shape)} has no elements to add")
-    values = tensor.values().reshape(len(indices), width).contiguous()
-    return torch.cat([indices.view(torch.uint8), values.view(torch.uint8)], dim=1)
+    indices = tensor.indices().t().reshape(-1).view(torch.uint8)
+    values = tensor.values().reshape(-1).view(torch.uint8)
+    return torch.cat(
+        [
+            indices.view(entries, tensor.sparse_dim() * _INDEX_BYTES),
+            values.view(entries, width * tensor.element_size()),
+        ],
+        dim=1,
+    )
 
 
 def _unpack(rows: Tensor, like: Tensor) -> Tensor:
     """The sum of all entries, of the shape and dtype of `like`."""
     split = like.sparse_dim() * _INDEX_BYTES
-    indices = rows[:, :split].contiguous().view(torch.int64).view(len(rows), like.sparse_dim())
-    values = rows[:, split:].contiguous().view(like.dtype).view(len(rows), *like.shape[like.sparse_dim() :])
+    indices = rows[:, :split].reshape(-1).view(torch.int64).view(len(rows), like.sparse_dim())
+    values = rows[:, split:].reshape(-1).view(like.dtype).view(len(rows), *like.shape[like.sparse_dim() :])
     try:
         return torch.sparse_coo_tensor(indices.t(), values, like.shape, check_invariants=True).coalesce()
     except RuntimeError as error:

@@ -5,7 +5,7 @@ one process that runs test after test, with a process group of its own for each;
 hangs, new processes go on with the next. Many of torch's tests branch on the backend's name and do nothing
 sensible for one that they have not heard of; here they take the branches of Gloo, whatever they run on.
 
-By hand, ``torch_suite.py BACKEND [pattern]`` prints what became of each test.
+By hand, ``torch_suite.py BACKEND [pattern [world size]]`` prints what became of each test.
 """
 
 from __future__ import annotations
@@ -25,9 +25,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 __all__ = ["Outcome", "run", "test_names"]
-
-WORLD_SIZE = 4
-
 
 class Outcome(NamedTuple):
     """What became of one test.
@@ -53,11 +50,12 @@ def run(
     backend: str,
     names: Sequence[str],
     *,
+    world_size: int = 4,
     environ: Mapping[str, str] = {},
     limit: float = 180,
     report: Callable[[str, Outcome], object] = lambda name, outcome: None,
 ) -> dict[str, Outcome]:
-    """Run `names` on `WORLD_SIZE` ranks.
+    """Run `names` on `world_size` ranks; torch skips those that need another number.
 
     Args:
         backend: torch's name of it.
@@ -70,7 +68,7 @@ def run(
     left = list(names)
     while left:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            for name, outcome in _round(backend, left, Path(folder), environ, limit):
+            for name, outcome in _round(backend, left, Path(folder), {"WORLD_SIZE": str(world_size), **environ}, limit):
                 outcomes[name] = outcome
                 report(name, outcome)
         left = [name for name in names if name not in outcomes]
@@ -86,12 +84,12 @@ def _round(
         **os.environ,
         "BACKEND": "gloo",
         "TESTED_BACKEND": backend,
-        "WORLD_SIZE": str(WORLD_SIZE),
         "MASTER_ADDR": "127.0.0.1",
         "OMP_NUM_THREADS": "1",
         "TEMP_DIR": str(folder),
         **environ,
     }
+    world_size = int(variables["WORLD_SIZE"])
     ranks = [
         subprocess.Popen(
             [sys.executable, __file__, "--rank", str(rank), str(folder)],
@@ -100,7 +98,7 @@ def _round(
             stderr=(folder / f"stderr{rank}").open("w"),
             start_new_session=True,
         )
-        for rank in range(WORLD_SIZE)
+        for rank in range(world_size)
     ]
     try:
         yield from _follow(ranks, names, folder, limit)
@@ -125,7 +123,7 @@ def _outcome(ranks: Sequence[subprocess.Popen[bytes]], name: str, folder: Path, 
     until = time.monotonic() + limit
     while True:
         dead = [i for i, rank in enumerate(ranks) if rank.poll() is not None]
-        said = [_said(folder, rank, name) for rank in range(WORLD_SIZE)]
+        said = [_said(folder, rank, name) for rank in range(len(ranks))]
         for outcome in said:
             if outcome and outcome.kind == "failed":
                 return outcome
@@ -151,8 +149,8 @@ def _said(folder: Path, rank: int, name: str) -> Outcome | None:
 
 
 def _test_class() -> Any:
-    for name, value in (("BACKEND", "gloo"), ("WORLD_SIZE", WORLD_SIZE), ("TEMP_DIR", tempfile.gettempdir())):
-        os.environ.setdefault(name, str(value))
+    for name, value in (("BACKEND", "gloo"), ("WORLD_SIZE", "4"), ("TEMP_DIR", tempfile.gettempdir())):
+        os.environ.setdefault(name, value)
     from torch.testing._internal.distributed.distributed_test import DistributedTest, TestDistBackend
 
     import ruda_async.torch_backend  # noqa: F401
@@ -201,7 +199,7 @@ def _one(cases: Any, rank: int, name: str, folder: Path) -> Outcome:
         dist.init_process_group(
             init_method=case.init_method,
             backend=os.environ["TESTED_BACKEND"],
-            world_size=WORLD_SIZE,
+            world_size=int(os.environ["WORLD_SIZE"]),
             rank=rank,
             timeout=timedelta(seconds=seconds),
         )
@@ -226,13 +224,15 @@ def _one(cases: Any, rank: int, name: str, folder: Path) -> Outcome:
 
 def main(arguments: Sequence[str]) -> None:
     """By hand: every test whose name matches, one line each, and the tracebacks of those that fail."""
-    backend, pattern = arguments[0], arguments[1] if len(arguments) > 1 else ""
+    backend = arguments[0]
+    pattern = arguments[1] if len(arguments) > 1 else ""
+    world_size = int(arguments[2]) if len(arguments) > 2 else 4
     names = [name for name in test_names() if re.search(pattern, name)]
 
     def report(name: str, outcome: Outcome) -> None:
         print(f"{outcome.kind:8} {name}  {'' if outcome.kind == 'passed' else outcome.text}", flush=True)
 
-    run(backend, names, report=report, limit=60)
+    run(backend, names, world_size=world_size, report=report)
 
 
 if __name__ == "__main__":
