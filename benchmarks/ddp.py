@@ -19,9 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from ruda_async.torch_backend import Options
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from ruda_async.torch_backend import Options
 
 #: name → backend and options. The first one's time is the measure of the others'.
 CONTENDERS: dict[str, tuple[str, Any]] = {
@@ -73,7 +74,9 @@ def rank_main(rank: int, ranks: int, parameters: int, rounds: int, place: str) -
 
 
 def report(times: dict[str, list[float]]) -> None:
-    print(f"{'':24} {'step':>10} {'without alone':>14} {'times as fast':>14} {'best step':>11} {'times as fast':>14}")
+    print(
+        f"{'':24} {'step':>10} {'without alone':>14} {'times as fast':>14} {'best step':>11} {'times as fast':>14}"
+    )
     alone = times.pop("alone")
     base = next(iter(times.values()))
     print(f"{'alone':24} {statistics.median(alone) * 1e3:8.1f} ms {min(alone) * 1e3:40.1f} ms")

@@ -186,7 +186,9 @@ def _listen(host: str, world_size: int) -> socket.socket:
 # ---------------------------------------------------------------------- meeting through a transport
 
 
-def meet(url: str, timeout: timedelta = timedelta(minutes=5), **ignored: Any) -> Iterator[tuple[Store, int, int]]:
+def meet(
+    url: str, timeout: timedelta = timedelta(minutes=5), **ignored: Any
+) -> Iterator[tuple[Store, int, int]]:
     """Torch's rendezvous handler for this library's schemes: ``init_method="shm://job"``.
 
     ``ruda://`` asks the environment, as `ruda_async.connect` does. Rank and world size are those of the

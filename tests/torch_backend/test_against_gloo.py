@@ -9,10 +9,11 @@ import pytest
 
 pytest.importorskip("torch", reason="needs torch: pip install 'ruda-async[torch]'")
 
-import ruda_async
 import torch_checks
 import torch_training_checks
 from support import SCHEMES, fresh_url
+
+import ruda_async
 
 PROCESS_SCHEMES = [scheme for scheme in SCHEMES if scheme != "memory"]
 #: One job for each transport: its processes run all checks, since starting them takes longest.

@@ -10,13 +10,14 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import ruda_async.torch_backend
 import torch
 import torch.distributed as dist
-from ruda_async import CollectiveTimeoutError, TensorContractError
-from ruda_async.torch_backend import BackendError
 from torch import Tensor
 from torch.distributed import ReduceOp, _functional_collectives
+
+import ruda_async.torch_backend
+from ruda_async import CollectiveTimeoutError, TensorContractError
+from ruda_async.torch_backend import BackendError
 
 Group = Any
 Check = Callable[[Group, Group], None]
@@ -129,10 +130,14 @@ def averages_and_scaled_sums(ruda: Group, gloo: Group) -> None:
         dist.all_reduce(scaled, dist._make_nccl_premul_sum(0.5), group=ruda)
         same(scaled, torch.full((4,), mean * size / 2, dtype=dtype))
         shard = torch.empty(2, dtype=dtype)
-        dist.reduce_scatter_tensor(shard, torch.full((2 * size,), float(rank), dtype=dtype), ReduceOp.AVG, ruda)
+        dist.reduce_scatter_tensor(
+            shard, torch.full((2 * size,), float(rank), dtype=dtype), ReduceOp.AVG, ruda
+        )
         same(shard, torch.full((2,), mean, dtype=dtype))
     for op in (ReduceOp.AVG, dist._make_nccl_premul_sum(2.0)):
-        expect_error(lambda op=op: dist.all_reduce(torch.ones(2, dtype=torch.int32), op, ruda), TensorContractError)
+        expect_error(
+            lambda op=op: dist.all_reduce(torch.ones(2, dtype=torch.int32), op, ruda), TensorContractError
+        )
 
 
 @check
@@ -223,9 +228,7 @@ def all_to_all(ruda: Group, gloo: Group) -> None:
         # Rank r sends s rows to rank s, and so receives `rank` rows from each.
         rows = sum(range(size))
         output = torch.empty(rank * size, 3, dtype=dtype)
-        dist.all_to_all_single(
-            output, numbers(dtype, rows, 3), [rank] * size, list(range(size)), group=ruda
-        )
+        dist.all_to_all_single(output, numbers(dtype, rows, 3), [rank] * size, list(range(size)), group=ruda)
         begin = sum(range(rank))
         same(output, torch.cat([numbers(dtype, rows, 3, rank=r)[begin:][:rank] for r in range(size)]))
         outputs = [torch.empty(r + 1, dtype=dtype) for r in range(size)]
@@ -382,9 +385,7 @@ def handles(ruda: Group, gloo: Group) -> None:
     assert work.exception() is None
     assert work.result()[0] is value
     # Callbacks may start calls and wait for them, as torch's own communication hooks do, many at a time.
-    nested = [
-        dist.all_reduce(torch.ones(1), group=ruda, async_op=True).get_future() for _ in range(8)
-    ]
+    nested = [dist.all_reduce(torch.ones(1), group=ruda, async_op=True).get_future() for _ in range(8)]
     orders = [
         future.then(lambda done, g=dist.new_group(): _reduce_again(done.value()[0], g)) for future in nested
     ]
@@ -423,7 +424,9 @@ def bad_input_fails_everywhere(ruda: Group, gloo: Group) -> None:
     value = torch.ones(2, dtype=torch.float8_e5m2 if rank == 1 else torch.float32)
     error = expect_error(lambda: dist.all_reduce(value, group=ruda), TensorContractError)
     assert error.rank == 1
-    future = ruda.allreduce([torch.ones(2, dtype=torch.float8_e5m2 if rank == 1 else torch.float32)]).get_future()
+    future = ruda.allreduce(
+        [torch.ones(2, dtype=torch.float8_e5m2 if rank == 1 else torch.float32)]
+    ).get_future()
     try:
         future.wait()
     except RuntimeError as failed:

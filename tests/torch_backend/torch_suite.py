@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 __all__ = ["Outcome", "run", "test_names"]
 
+
 class Outcome(NamedTuple):
     """What became of one test.
 
@@ -68,7 +69,9 @@ def run(
     left = list(names)
     while left:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            for name, outcome in _round(backend, left, Path(folder), {"WORLD_SIZE": str(world_size), **environ}, limit):
+            for name, outcome in _round(
+                backend, left, Path(folder), {"WORLD_SIZE": str(world_size), **environ}, limit
+            ):
                 outcomes[name] = outcome
                 report(name, outcome)
         left = [name for name in names if name not in outcomes]
