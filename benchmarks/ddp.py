@@ -3,8 +3,7 @@
     python benchmarks/ddp.py [--ranks 2] [--parameters 10000000] [--rounds 20]
 
 Every rank is a process with one thread for torch. All groups live in the same processes, and their steps take
-turns, so that what else the machine does meets all alike. A step is zero_grad, forward, backward and nothing more;
-its model computes next to nothing, so that the step is mostly the reduction of the gradients. "alone" is
+turns, so that what else the machine does meets all alike. A step is a forward and a backward pass; its model computes next to nothing, so that the step is mostly the reduction of the gradients. "alone" is
 the same step without any. Times are those of the slowest rank: medians over the rounds, and the best round.
 """
 
@@ -74,9 +73,8 @@ def rank_main(rank: int, ranks: int, parameters: int, rounds: int, place: str) -
 
 
 def report(times: dict[str, list[float]]) -> None:
-    print(
-        f"{'':24} {'step':>10} {'without alone':>14} {'times as fast':>14} {'best step':>11} {'times as fast':>14}"
-    )
+    head = f"{'':24} {'step':>11} {'without alone':>14} {'times as fast':>14}"
+    print(f"{head} {'best step':>12} {'times as fast':>14}")
     alone = times.pop("alone")
     base = next(iter(times.values()))
     print(f"{'alone':24} {statistics.median(alone) * 1e3:8.1f} ms {min(alone) * 1e3:40.1f} ms")

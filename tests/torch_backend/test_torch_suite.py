@@ -1,4 +1,4 @@
-"""torch's own distributed tests on this library's backend: all pass that pass on Gloo, but for a kept list."""
+"""torch's own distributed tests on this library's backend: all pass but for a kept list."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'ruda-async[torch]'")
 pytest.importorskip("expecttest", reason="torch's tests need it: pip install expecttest")
 
-import torch_suite
+import torch_suite  # noqa: E402
 
 _BY_NAME = "torch lets the backend named gloo alone do this; ruda_async.torch_backend.monitored_barrier does"
 _NO_GPU = "needs a CUDA device, and does not skip without one; fails on Gloo too"

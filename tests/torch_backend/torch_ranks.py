@@ -10,6 +10,7 @@ import sys
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -67,12 +68,8 @@ def meet(folder: str, port: str, other_port: str) -> None:
         works()
         dist.destroy_process_group()
     for options, kind in ((Options("nonsense://"), BackendError), (object(), TypeError)):
-        try:
+        with pytest.raises(kind, match=r"nonsense|Options"):
             dist.init_process_group("ruda", store=store, timeout=LIMIT, pg_options=options, **HERE)
-        except kind as error:
-            assert "nonsense" in str(error) or "Options" in str(error), error
-        else:
-            raise AssertionError("no error")
     dist.init_process_group("gloo", store=store, timeout=LIMIT, **HERE)
     groups = [dist.new_group(backend="ruda", pg_options=Options(url)) for url in ("shm://", "tcp://")]
     for group in groups:  # beside another backend's default group, with connections of their own
@@ -93,16 +90,12 @@ def die() -> None:
         os._exit(0)
     work = dist.all_reduce(torch.ones(1 << 20), async_op=True)
     for call in (work.wait, work.get_future().wait, dist.barrier):
-        try:
+        with pytest.raises(RuntimeError, match="PeerLostError"):
             call()
-        except RuntimeError as error:
-            assert "PeerLostError" in str(error), error
-            if isinstance(error, BackendError):
-                assert isinstance(error.error, PeerLostError)
-                assert error.rank == 1
-        else:
-            raise AssertionError("no error")
-    assert isinstance(work.exception(), BackendError)
+    failed = work.exception()
+    assert isinstance(failed, BackendError)
+    assert isinstance(failed.error, PeerLostError)
+    assert failed.rank == 1
     dist.destroy_process_group()
 
 
