@@ -3,8 +3,9 @@
     python benchmarks/ddp.py [--ranks 2] [--parameters 10000000] [--rounds 20]
 
 Every rank is a process with one thread for torch. All groups live in the same processes, and their steps take
-turns, so that what else the machine does meets all alike. A step is a forward and a backward pass; its model computes next to nothing, so that the step is mostly the reduction of the gradients. "alone" is
-the same step without any. Times are those of the slowest rank: medians over the rounds, and the best round.
+turns, so that what else the machine does meets all alike. A step is a forward and a backward pass; its model
+computes next to nothing, so that the step is mostly the reduction of the gradients. "alone" is the same step
+without any. Times are those of the slowest rank: medians over the rounds, and the best round.
 """
 
 from __future__ import annotations
