@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from time import monotonic
 from types import TracebackType
@@ -195,6 +195,20 @@ class AsyncCommunicator(AsyncOperations):
         result: T = await self._p2p.recv(source, tag, like, out, seconds)
         return result
 
+    async def recv_any(
+        self, *, tag: int = 0, like: T | None = None, out: T | None = None, timeout: float | None = None
+    ) -> tuple[T, int]:
+        """The next tensor that any rank sent with `tag`, and that rank; otherwise as `recv`.
+
+        It takes its turn behind the receives of the same tag that were called before. A lost rank does not
+        end it while others may still send.
+
+        Raises:
+            TensorContractError, PeerLostError, CollectiveTimeoutError
+        """
+        seconds = self._timeout if timeout is None else timeout
+        return await self._p2p.recv_any(tag, like, out, seconds)
+
     # ------------------------------------------------------------------ other communicators
 
     def channel(self, name: str) -> AsyncCommunicator:
@@ -226,6 +240,32 @@ class AsyncCommunicator(AsyncOperations):
         members = tuple(self._channel.members[r] for _, r in group)
         id = channel_id(self._channel.id, "split", sequence, color)
         return self._derive(self._node.open_channel(id, f"{self.name}/split{sequence}:{color}", members))
+
+    def subgroup(self, ranks: Sequence[int], name: str) -> AsyncCommunicator:
+        """A communicator of the given ranks, in that order, made without any communication.
+
+        Only its members call it, each with the same `ranks` and `name`. As with `channel`, the same name
+        and ranks give the same channel again, and different ones never meet.
+
+        Raises:
+            ConfigError: `ranks` names a rank twice, one that does not exist, or lacks this one.
+        """
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"a subgroup's name is a string that is not empty, not {name!r}")
+        order = tuple(ranks)
+        if any(isinstance(r, bool) or not isinstance(r, int) for r in order) or not all(
+            0 <= r < self.world_size for r in order
+        ):
+            raise ConfigError(f"subgroup({list(order)}): there are ranks 0 to {self.world_size - 1}")
+        if len(set(order)) != len(order):
+            raise ConfigError(f"subgroup({list(order)}) names a rank twice; name each once")
+        if self.rank not in order:
+            raise ConfigError(
+                f"rank {self.rank} is not in subgroup({list(order)}); only its members call subgroup()"
+            )
+        members = tuple(self._channel.members[r] for r in order)
+        id = channel_id(self._channel.id, "subgroup", name, *order)
+        return self._derive(self._node.open_channel(id, f"{self.name}/{name}", members))
 
     def bounded(self, max_bytes: int) -> AsyncCommunicator:
         """This communicator with every message cut to at most `max_bytes` of payload; the same channel.
