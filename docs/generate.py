@@ -21,8 +21,8 @@ from typing import NamedTuple
 from ruda_async.collectives import costs
 from ruda_async.collectives.operation import Settings
 from ruda_async.collectives.selector import choose
-from ruda_async.communicator import open_transport
 from ruda_async.config import CommonParameters, resolve
+from ruda_async.opening import open_transport
 from ruda_async.transport import Capabilities
 from ruda_async.transport.parameters import describe_parameters
 from ruda_async.transport.registry import get_plugin, plugins

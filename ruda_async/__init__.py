@@ -39,7 +39,8 @@ from .traits import (
 
 if TYPE_CHECKING:
     from . import sync
-    from .communicator import AsyncCommunicator, connect
+    from .communicator import AsyncCommunicator
+    from .connecting import connect
     from .launch import spawn
     from .sync import Communicator
 
@@ -80,7 +81,7 @@ __all__ = [
 _LAZY = {
     "AsyncCommunicator": "communicator",
     "Communicator": "sync",
-    "connect": "communicator",
+    "connect": "connecting",
     "spawn": "launch",
 }
 

@@ -9,242 +9,32 @@ peer) it tells every rank of the channel, and the same call ends there with the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from time import monotonic
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from . import notices
+from .call import Operation
 from .collectives.layout import narrowed
-from .collectives.native import Native, Natives
+from .collectives.native import Natives
 from .collectives.request import Request
 from .errors import (
     CollectiveTimeoutError,
     CommunicatorClosedError,
     PeerLostError,
-    ProtocolError,
     RudaError,
     TensorContractError,
 )
 from .observe.logs import log, operation_fields
-from .tags import LANES, SEQUENCES, is_past, tag_of
-from .transport.base import Buffer, Capabilities, Envelope, Ready, UnexpectedMessage
+from .tags import SEQUENCES, is_past
+from .transport.base import Capabilities, Envelope, UnexpectedMessage
 
 if TYPE_CHECKING:
     from .collectives.operation import Settings
-    from .heap import Heap
     from .node import Node
-    from .tensors import Target, TensorAdapter
-    from .transport.provider import NativeCall, Provider
 
-__all__ = ["Channel", "Operation"]
+__all__ = ["Channel"]
 
 R = TypeVar("R")
 T = TypeVar("T")
-
-
-class Operation:
-    """One call in flight on this rank; the `collectives.operation.Link` that its algorithm runs over.
-
-    Attributes:
-        rank, size: this rank's number in the group, and how many there are.
-        sequence: the call's number on its channel.
-        head: the encoded fingerprint, once the input was checked.
-        error: why the call has to end, once something decided that.
-        present: the group ranks that are known to have entered this call.
-        started, deadline: `time.monotonic` seconds.
-        sent, received: bytes of payload in the messages that this rank has posted.
-    """
-
-    __slots__ = (
-        "_greeted",
-        "_heard",
-        "_members",
-        "_native",
-        "_tag",
-        "_transport",
-        "_watches",
-        "capabilities",
-        "channel",
-        "deadline",
-        "error",
-        "head",
-        "heap",
-        "name",
-        "present",
-        "providers",
-        "rank",
-        "received",
-        "reported",
-        "sent",
-        "sequence",
-        "settings",
-        "size",
-        "started",
-    )
-
-    def __init__(
-        self, channel: Channel, name: str, sequence: int, timeout: float, settings: Settings
-    ) -> None:
-        node = channel.node
-        self.channel = channel
-        self.name = name
-        self.sequence = sequence
-        self.settings = settings
-        self.rank = channel.rank
-        self.size = channel.size
-        self.capabilities: Capabilities = channel.capabilities
-        self.head = b""
-        self.error: RudaError | None = None
-        self.started = monotonic()
-        self.deadline = self.started + timeout
-        self.reported = False
-        self.sent = 0
-        self.received = 0
-        self.present: set[int] = {channel.rank}
-        self.heap: Heap | None = node.heap
-        self._transport = node.transport
-        self._members = channel.members
-        self._native: Native | None = None
-        self.providers: tuple[Provider, ...] = channel.natives.providers
-        self._tag = tag_of(channel.id, sequence)
-        self._greeted: set[int] = set()
-        self._heard: set[int] = set()
-        #: Waits for shared memory; made when there is one.
-        self._watches: set[asyncio.Future[None]] | None = None
-
-    # ------------------------------------------------------------------ what algorithms use
-
-    def send(self, peer: int, *buffers: Buffer, lane: int = 0) -> Awaitable[None]:
-        """Start one message to `peer`; see `collectives.operation.Link`."""
-        if self.error is not None:
-            raise self.error
-        stream = peer << 4 | lane
-        if stream in self._greeted:
-            head = b""
-        else:
-            self._greeted.add(stream)
-            head = self.head
-        for buffer in buffers:
-            self.sent += buffer.nbytes
-        return self._transport.send(self._members[peer], self._tag | lane, buffers, head)
-
-    def recv_into(self, peer: int, *buffers: Buffer, lane: int = 0) -> Awaitable[None]:
-        """Start to receive the next message from `peer`; see `collectives.operation.Link`."""
-        if self.error is not None:
-            raise self.error
-        stream = peer << 4 | lane
-        if stream in self._heard:
-            head = b""
-        else:
-            self._heard.add(stream)
-            head = self.head
-        for buffer in buffers:
-            self.received += buffer.nbytes
-        return self._transport.recv_into(self._members[peer], self._tag | lane, buffers, head)
-
-    def probe(self, peer: int, lane: int = 0) -> Awaitable[Envelope]:
-        """Wait for the next message from `peer` and check its head; see `collectives.operation.Link`."""
-        if self.error is not None:
-            raise self.error
-        member, tag = self._members[peer], self._tag | lane
-        expected = b"" if (peer << 4 | lane) in self._heard else self.head
-        waiting = self._transport.probe(member, tag)
-        if type(waiting) is Ready:
-            envelope: Envelope = waiting.value
-            if envelope.head != expected:
-                raise UnexpectedMessage(member, tag, envelope, expected, envelope.nbytes)
-            return waiting
-        return self._checked(waiting, member, tag, expected)
-
-    async def _checked(
-        self, waiting: Awaitable[Envelope], member: int, tag: int, expected: bytes
-    ) -> Envelope:
-        envelope = await waiting
-        if envelope.head != expected:
-            raise UnexpectedMessage(member, tag, envelope, expected, envelope.nbytes)
-        return envelope
-
-    def native(self, call: NativeCall, exact: bool = True) -> Native | None:
-        """The turn of this call where a provider runs it; see `collectives.operation.Link`."""
-        self._native = native = self.channel.natives.take(self, call, exact)
-        return native
-
-    async def turn(self) -> None:
-        """Let the event loop run other work."""
-        await asyncio.sleep(0)
-        if self.error is not None:
-            raise self.error
-
-    # ------------------------------------------------------------------ shared memory
-
-    def allocate(self, adapter: TensorAdapter[T], like: T, shape: tuple[int, ...], dtype: str) -> Target[T]:
-        """A fresh tensor; see `collectives.operation.Link`."""
-        if self.heap is None:
-            return adapter.allocate(like, shape, dtype)
-        return self.heap.allocate(adapter, like, shape, dtype)
-
-    def open(self, peer: int, number: int) -> memoryview:
-        """Memory of `peer`; see `collectives.operation.Link`."""
-        assert self.heap is not None
-        try:
-            return self.heap.regions.open(self._members[peer], number)
-        except LookupError:
-            raise ProtocolError(
-                f"{self}: rank {peer} offers memory that it does not have", rank=peer
-            ) from None
-
-    def signal(self, peer: int) -> None:
-        """Tell `peer` that something was written; see `collectives.operation.Link`."""
-        assert self.heap is not None
-        self.heap.regions.signal(self._members[peer])
-
-    def count(self, sent: int = 0, received: int = 0) -> None:
-        """Bytes that pass through shared memory; see `collectives.operation.Link`."""
-        self.sent += sent
-        self.received += received
-
-    def watch(self, peer: int, ready: Callable[[], bool]) -> Awaitable[None]:
-        """Wait for what `peer` writes; see `collectives.operation.Link`."""
-        if self.error is not None:
-            raise self.error
-        assert self.heap is not None
-        waiting = self.heap.regions.watch(self._members[peer], ready)
-        if isinstance(waiting, asyncio.Future):
-            if self._watches is None:
-                self._watches = set()
-            self._watches.add(waiting)
-            waiting.add_done_callback(self._watches.discard)
-        return waiting
-
-    # ------------------------------------------------------------------ ending early
-
-    def fail(self, error: RudaError, *, here: bool = True) -> None:
-        """End this call with `error`: what waits on the transport fails now, later steps at once.
-
-        `here`: this rank found the reason, and not a peer.
-        """
-        if self.error is None:
-            self.error = error
-            self.withdraw(error)
-            if self._native is not None:
-                self._native.fail(error, here)
-
-    def end(self) -> None:
-        """The call is over here, well or not."""
-        if self._native is not None:
-            self._native.end()
-
-    def withdraw(self, error: BaseException) -> None:
-        """Take back all that this call has posted, and drop what came for it."""
-        for lane in range(LANES):
-            self._transport.fail(self._tag | lane, error)
-        for watch in tuple(self._watches or ()):
-            if not watch.done():
-                watch.set_exception(error)
-
-    def __str__(self) -> str:
-        channel = self.channel
-        return f"rank {self.rank} of {self.size}, channel {channel.name!r}, {self.name} #{self.sequence}"
 
 
 class Channel:

@@ -16,7 +16,8 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from . import notices
-from .channel import Channel, Operation
+from .call import Operation
+from .channel import Channel
 from .errors import (
     CollectiveTimeoutError,
     CommunicatorClosedError,

@@ -24,11 +24,12 @@ from .collectives.all_to_all import AllToAll
 from .collectives.all_to_all_v import AllToAllV
 from .collectives.barrier import Barrier
 from .collectives.broadcast import Broadcast
-from .collectives.gather_scatter import Gather, Scatter
+from .collectives.gather import Gather
 from .collectives.objects import AllGatherObject, BroadcastObject, GatherObject
 from .collectives.reduce import Reduce
 from .collectives.reduce_scatter import ReduceScatter
 from .collectives.request import Request
+from .collectives.scatter import Scatter
 from .traits import VariableTensorExchange
 
 __all__ = ["AsyncOperations"]

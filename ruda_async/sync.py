@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from . import communicator as _async
 from .background import BackgroundLoop, Work
+from .connecting import connect as _connect
 from .errors import CommunicatorClosedError, RudaError
 from .node import Node
 from .observe.recorder import Stats
@@ -263,7 +264,7 @@ def connect(
 
     Arguments and errors are those of `ruda_async.connect`.
     """
-    connecting = _async.connect(url, rank=rank, world_size=world_size, timeout=timeout, join=join, **options)
+    connecting = _connect(url, rank=rank, world_size=world_size, timeout=timeout, join=join, **options)
 
     async def enter() -> _async.AsyncCommunicator:
         return await connecting

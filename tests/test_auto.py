@@ -265,7 +265,7 @@ def test_no_descriptor_is_left() -> None:
 @pytest.mark.parametrize("name", sorted(SCENARIOS))
 def test_conformance_with_several_links(name: str, ranks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even ranks on one island, odd ones on another: links of both kinds where three or more take part."""
-    from ruda_async.communicator import open_transport
+    from ruda_async.opening import open_transport
 
     async def join(url: str, rank: int, world_size: int) -> Any:
         config = resolve(url, rank=rank, world_size=world_size, timeout=30, island="ab"[rank % 2])

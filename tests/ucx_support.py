@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from support import fresh_url
 
-from ruda_async.communicator import open_transport
 from ruda_async.config import resolve
+from ruda_async.opening import open_transport
 from ruda_async.transport import Transport
 
 pytest.importorskip("ucxx", reason="pip install 'ruda-async[ucx]'")

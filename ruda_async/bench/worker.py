@@ -22,8 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import sync
-from ..communicator import AsyncCommunicator, connect
+from ..communicator import AsyncCommunicator
 from ..config import environment
+from ..connecting import connect
 from ..launch.plan import prepare
 from ..transport.registry import get_plugin, is_network
 from ..url import split_url

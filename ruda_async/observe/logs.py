@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..channel import Operation
+    from ..call import Operation
 
 __all__ = ["log", "operation_fields"]
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypedDict
 if TYPE_CHECKING:
     from collections.abc import Sequence, Set
 
-    from ..channel import Operation
+    from ..call import Operation
 
 __all__ = ["RING", "Entry", "OperationStats", "Recorder", "Stats", "Tally", "Transfer", "in_flight"]
 

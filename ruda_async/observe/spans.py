@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 if TYPE_CHECKING:
-    from ..channel import Operation
+    from ..call import Operation
     from .recorder import Transfer
 
 __all__ = ["Call", "Spans"]

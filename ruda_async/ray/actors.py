@@ -127,7 +127,7 @@ class AsyncRank:
     """What asyncio actors inherit from to be ranks."""
 
     async def _ruda_join(self, group: str, rank: int, place: Place, options: dict[str, Any]) -> None:
-        from ..communicator import connect
+        from ..connecting import connect
 
         await self._ruda_leave(group)
         own = _hosts.pop(group, None) if rank == 0 else None

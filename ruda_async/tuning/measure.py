@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..communicator import connect
+from ..connecting import connect
 from ..errors import ConfigError
 from ..launch import spawn
 from ..launch.plan import fresh_url

@@ -13,7 +13,8 @@ from movement_model import DTYPES, LAYOUTS, Link, assert_same, group_of, run, ru
 from strict_link import Broken
 
 from ruda_async import ProtocolError, TensorContractError
-from ruda_async.collectives.gather_scatter import Gather, Scatter
+from ruda_async.collectives.gather import Gather
+from ruda_async.collectives.scatter import Scatter
 
 ALGORITHMS = ("direct", "binomial")
 

@@ -13,8 +13,8 @@ import pytest
 
 import ruda_async
 from ruda_async import CollectiveTimeoutError, ConfigError, PeerLostError, notices
-from ruda_async.communicator import open_transport
 from ruda_async.config import resolve
+from ruda_async.opening import open_transport
 from ruda_async.tags import CONTROL_TAG
 from ruda_async.tuning import Numbers, write_tuning
 from ruda_async.url import split_url

@@ -22,8 +22,10 @@ coordinates by messages alone, so it runs the same with ranks as tasks, threads 
 
 from __future__ import annotations
 
-from .messages import SCENARIOS, Scenario
+from . import endings as endings  # which enter their scenarios
+from . import messages as messages
 from .runner import run_in_loop, run_in_processes, run_in_threads, run_placed, run_scenario
+from .scenario import SCENARIOS, Scenario
 
 __all__ = [
     "SCENARIOS",

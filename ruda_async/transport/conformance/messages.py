@@ -1,71 +1,15 @@
-"""What a transport promises, as scenarios that every rank runs."""
+"""What a transport promises of messages, as scenarios that every rank runs."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable
 from typing import Any
 
-import numpy as np
-
-from ...errors import CommunicatorClosedError, PeerLostError
 from ..base import Transport, UnexpectedMessage
+from .scenario import awaited, meet, pattern, room, scenario
 
-__all__ = ["SCENARIOS", "Scenario"]
-
-Body = Callable[[Transport], Awaitable[None]]
-
-
-@dataclass(frozen=True, slots=True)
-class Scenario:
-    """One promise.
-
-    Attributes:
-        name: the key in `SCENARIOS`.
-        world_size: the ranks it takes.
-        body: what every rank runs, given its transport.
-    """
-
-    name: str
-    world_size: int
-    body: Body
-
-
-#: All scenarios by name.
-SCENARIOS: dict[str, Scenario] = {}
-
-
-def scenario(world_size: int) -> Callable[[Body], Body]:
-    """Enter a coroutine into `SCENARIOS`."""
-
-    def enter(body: Body) -> Body:
-        name = getattr(body, "__name__", "scenario")
-        SCENARIOS[name] = Scenario(name, world_size, body)
-        return body
-
-    return enter
-
-
-def pattern(seed: int, nbytes: int) -> memoryview:
-    """Bytes that differ from place to place and from seed to seed."""
-    words = np.arange(nbytes // 4 + 1, dtype=np.uint32) * np.uint32(2654435761) + np.uint32(seed)
-    return memoryview(bytearray(words.tobytes()[:nbytes]))
-
-
-def room(nbytes: int) -> memoryview:
-    """Writable bytes, all 0xAA."""
-    return memoryview(bytearray(b"\xaa") * nbytes)
-
-
-async def meet(t: Transport, tag: int = 1 << 40) -> None:
-    """All ranks reach this line before any goes on."""
-    others = [p for p in range(t.world_size) if p != t.rank]
-    receives = [t.recv_into(p, tag, (room(0),), b"meet") for p in others]
-    for peer in others:
-        await t.send(peer, tag, (room(0),), b"meet")
-    for receive in receives:
-        await receive
+__all__: list[str] = []
 
 
 @scenario(2)
@@ -278,7 +222,7 @@ async def cancelled_receives(t: Transport) -> None:
     for nbytes in (32, 1 << 20):
         untouched = room(nbytes)
         for _ in range(3):
-            receive = asyncio.ensure_future(_awaited(t.recv_into(peer, 60, (untouched,))))
+            receive = asyncio.ensure_future(awaited(t.recv_into(peer, 60, (untouched,))))
             await asyncio.sleep(0)
             receive.cancel()
             try:
@@ -308,7 +252,7 @@ async def receive_cancelled_in_the_middle(t: Transport) -> None:
         await t.send(1, 61, (pattern(6, 10),))
     else:
         first = room(nbytes)
-        receive = asyncio.ensure_future(_awaited(t.recv_into(0, 61, (first,))))
+        receive = asyncio.ensure_future(awaited(t.recv_into(0, 61, (first,))))
         await asyncio.sleep(0)  # a task that never ran has nothing to cancel
         while not receive.done() and first[0] == 0xAA and first[1] == 0xAA:
             await asyncio.sleep(0)
@@ -331,7 +275,7 @@ async def cancelled_sends(t: Transport) -> None:
     """A large send withdrawn before its receive never happened; later ones arrive."""
     nbytes = 2 << 20
     if t.rank == 0:
-        sending = asyncio.ensure_future(_awaited(t.send(1, 70, (pattern(1, nbytes),))))
+        sending = asyncio.ensure_future(awaited(t.send(1, 70, (pattern(1, nbytes),))))
         await asyncio.sleep(0)
         sending.cancel()
         await asyncio.wait((sending,))
@@ -379,7 +323,7 @@ async def stale_messages(t: Transport) -> None:
     t.is_stale = lambda tag: tag == 90
     await meet(t)
     await t.send(peer, 90, (pattern(1, 5000),))
-    sending = asyncio.ensure_future(_awaited(t.send(peer, 90, (pattern(1, 3 << 20),))))
+    sending = asyncio.ensure_future(awaited(t.send(peer, 90, (pattern(1, 3 << 20),))))
     await t.send(peer, 91, (pattern(2, 10),))
     buffer = room(10)
     await t.recv_into(peer, 91, (buffer,))
@@ -388,99 +332,3 @@ async def stale_messages(t: Transport) -> None:
     sending.cancel()
     await asyncio.wait((sending,))
     await meet(t)
-
-
-@scenario(2)
-async def goodbye(t: Transport) -> None:
-    """What was delivered before a peer closed is readable, in order; only then is the peer lost."""
-    if t.rank == 0:
-        for i in range(10):
-            await t.send(1, 95, (pattern(i, 1000),))
-        await t.close()
-    else:
-        try:
-            await t.recv_into(0, 96, (room(1),))
-        except PeerLostError as error:
-            assert error.rank == 0
-            assert error.orderly
-        else:
-            raise AssertionError("a message came that was never sent")
-        for i in range(10):
-            buffer = room(1000)
-            await t.recv_into(0, 95, (buffer,))
-            assert buffer == pattern(i, 1000)
-        for call in (
-            lambda: t.recv_into(0, 95, (room(1),)),
-            lambda: t.probe(0, 95),
-            lambda: t.send(0, 95, (room(1),)),
-        ):
-            try:
-                await call()
-            except PeerLostError as error:
-                assert error.rank == 0
-            else:
-                raise AssertionError("a peer that left was reached")
-
-
-@scenario(3)
-async def aborted_peer(t: Transport) -> None:
-    """An aborting rank is lost to those who wait for it; the others still reach each other."""
-    await meet(t)
-    if t.rank == 2:
-        t.abort("to see what the others say")
-        t.abort("twice is harmless")
-        return
-    try:
-        await t.recv_into(2, 99, (room(1),))
-    except PeerLostError as error:
-        assert error.rank == 2
-        assert not error.orderly
-    else:
-        raise AssertionError("a message came from an aborted rank")
-    peer = 1 - t.rank
-    await t.send(peer, 98, (pattern(t.rank, 50),))
-    buffer = room(50)
-    await t.recv_into(peer, 98, (buffer,))
-    assert buffer == pattern(peer, 50)
-
-
-@scenario(2)
-async def closed_here(t: Transport) -> None:
-    """After `close`, twice, calls and what was pending raise `CommunicatorClosedError`."""
-    peer = 1 - t.rank
-    pending = t.recv_into(peer, 97, (room(1),))
-    await meet(t)
-    await asyncio.gather(t.close(), t.close())
-    await t.close()
-    for call in (
-        lambda: pending,
-        lambda: t.recv_into(peer, 97, (room(1),)),
-        lambda: t.probe(peer, 97),
-        lambda: t.send(peer, 97, (room(1),)),
-    ):
-        try:
-            await call()
-        except (CommunicatorClosedError, PeerLostError):
-            pass
-        else:
-            raise AssertionError("a closed transport went on")
-
-
-@scenario(5)
-async def everyone_to_everyone(t: Transport) -> None:
-    """Five ranks, all pairs at once, many rounds."""
-    others = [p for p in range(t.world_size) if p != t.rank]
-    for turn in range(20):
-        nbytes = (turn * 7919) % 200_000
-        buffers = {p: room(nbytes) for p in others}
-        receives = [t.recv_into(p, turn, (buffers[p],)) for p in others]
-        sends = [t.send(p, turn, (pattern(t.rank * 100 + p, nbytes),)) for p in others]
-        for waiting in (*receives, *sends):
-            await waiting
-        for p in others:
-            assert buffers[p] == pattern(p * 100 + t.rank, nbytes)
-
-
-async def _awaited(waiting: Awaitable[Any]) -> Any:
-    """An awaitable as a coroutine, for tasks."""
-    return await waiting

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from ..base import Transport
-from .messages import SCENARIOS, Scenario
+from .scenario import SCENARIOS, Scenario
 
 __all__ = ["run_in_loop", "run_in_processes", "run_in_threads", "run_placed", "run_scenario"]
 
@@ -23,8 +23,8 @@ LIMIT = 30.0
 
 
 async def _join(url: str, rank: int, world_size: int) -> Transport:
-    from ...communicator import open_transport
     from ...config import resolve
+    from ...opening import open_transport
 
     return await open_transport(resolve(url, rank=rank, world_size=world_size, timeout=LIMIT))
 
@@ -126,8 +126,8 @@ def run_placed(name: str, url: str) -> bool:
     Returns:
         whether this rank took part.
     """
-    from ...communicator import open_transport
     from ...config import resolve
+    from ...opening import open_transport
 
     scenario = SCENARIOS[name]
     placed = resolve(url, timeout=LIMIT)
