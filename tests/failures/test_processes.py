@@ -107,7 +107,7 @@ async def test_a_slow_reader_holds_the_sender_and_not_memory(scheme: str) -> Non
 # ---------------------------------------------------------------------- descriptors
 
 
-@pytest.mark.parametrize("more", [1, 2, 4])
+@pytest.mark.parametrize("more", [1, pytest.param(2, marks=pytest.mark.long), 4])
 @pytest.mark.parametrize("culprit", [0, 2])
 def test_no_descriptors_left_while_connecting(scheme: str, culprit: int, more: int) -> None:
     """The rank names its trouble, or, where it can still wait for better times, what it waited for."""
