@@ -14,6 +14,7 @@ from ..errors import (
     TransportUnavailableError,
 )
 from . import wire
+from .addresses import listen_for_ranks, reachable_address, resolve
 from .base import (
     DONE,
     MAX_HEAD,
@@ -104,12 +105,15 @@ __all__ = [
     "host_identity",
     "host_numbers",
     "in_thread",
+    "listen_for_ranks",
     "merge_parameters",
     "never_stale",
     "no_peer",
     "param",
     "prove",
+    "reachable_address",
     "read_exactly",
+    "resolve",
     "scatter",
     "wire",
 ]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import errno
 import ipaddress
 import socket
 from functools import partial
@@ -11,7 +9,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgpack
 
-from ruda_async.transport import MAX_STRANGERS, ConfigError, Endpoint, Job, Mesh, ProtocolError, Terms
+from ruda_async.transport import (
+    Endpoint,
+    Job,
+    Mesh,
+    ProtocolError,
+    Terms,
+    listen_for_ranks,
+    reachable_address,
+    resolve,
+)
 
 if TYPE_CHECKING:
     from . import TcpParameters
@@ -57,7 +64,7 @@ class _Peer(NamedTuple):
 
     async def _find(self, job: Job) -> tuple[int, Any]:
         if ipaddress.ip_address(self.host).is_unspecified:
-            return (await _resolve(job, self._name(job), self.port))[0]
+            return (await resolve(job, self._name(job), self.port))[0]
         return socket.AF_INET6 if ":" in self.host else socket.AF_INET, (self.host, self.port)
 
 
@@ -74,77 +81,14 @@ async def dial_mesh(job: Job, parameters: TcpParameters) -> tuple[Mesh | None, d
     if job.world_size == 1:
         await job.meet(b"")
         return None, {}
-    listener = await _listen(job, parameters)
+    listener = await listen_for_ranks(job, parameters.bind)
     with listener:
-        host, port = await _public_address(job, listener)
+        host, port = await reachable_address(job, listener)
         meeting = await job.meet(_Peer(host, port, parameters.terms).pack())
         peers = {r: _Peer.unpack(data, r) for r, data in meeting.peers(job.rank).items()}
         mesh = Mesh(job, meeting.session, partial(_tune, parameters))
         await mesh.link(listener, {rank: peer.endpoint(job) for rank, peer in peers.items()})
     return mesh, {rank: peer.terms for rank, peer in peers.items()}
-
-
-async def _listen(job: Job, parameters: TcpParameters) -> socket.socket:
-    """A listener for higher ranks, by default on the address by which this host reaches rank 0."""
-    host = job.host or "127.0.0.1"
-    bind = parameters.bind or host
-    failure: OSError | None = None
-    for family, address in await _resolve(job, bind, job.port or 1):
-        try:
-            where = address[0] if parameters.bind or job.rank == 0 else _route_to(family, address)
-            listener = socket.socket(family, socket.SOCK_STREAM)
-            try:
-                listener.bind((where, 0))
-                listener.listen(job.world_size + MAX_STRANGERS)
-                listener.setblocking(False)
-            except BaseException:
-                listener.close()
-                raise
-            return listener
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                raise
-            failure = error
-    raise ConfigError(
-        f"rank {job.rank} cannot listen on {bind!r}: {failure.strerror if failure else 'no address'}; "
-        "give this host's own address as bind="
-    )
-
-
-async def _public_address(job: Job, listener: socket.socket) -> tuple[str, int]:
-    """Where the other ranks reach `listener`."""
-    host, port = listener.getsockname()[:2]
-    if job.rank and ipaddress.ip_address(host).is_unspecified:
-        # Nobody can dial "all addresses": name the one that rank 0 sees this host at.
-        family, address = (await _resolve(job, job.host or "127.0.0.1", job.port or 1))[0]
-        host = _route_to(family, address)
-    return host, port
-
-
-async def _resolve(job: Job, host: str, port: int) -> list[tuple[int, Any]]:
-    """The families and addresses that `host` stands for; at least one.
-
-    Raises:
-        ConfigError: it is not found.
-    """
-    loop = asyncio.get_running_loop()
-    try:
-        async with asyncio.timeout(job.remaining()):
-            infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        reason = (isinstance(error, OSError) and error.strerror) or str(error) or "no answer in time"
-        raise ConfigError(
-            f"rank {job.rank}: the host {host!r} is not found: {reason}; check the URL and bind="
-        ) from None
-    return [(family, address) for family, _, _, _, address in infos]
-
-
-def _route_to(family: int, address: Any) -> str:
-    """The local address from which `address` is reached; sends nothing."""
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)
-        host: str = probe.getsockname()[0]
-        return host
 
 
 def _tune(parameters: TcpParameters, sock: socket.socket) -> None:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgpack
 
 from ruda_async.transport import (
-    MAX_STRANGERS,
     Capabilities,
     CollectiveTimeoutError,
     ConfigError,
@@ -24,6 +23,9 @@ from ruda_async.transport import (
     ProtocolError,
     Terms,
     Transport,
+    listen_for_ranks,
+    reachable_address,
+    resolve,
 )
 
 from .engine import CONTROL_BYTES, Engine, control_tag
@@ -100,7 +102,7 @@ class _Peer(NamedTuple):
 
     async def _find(self, job: Job) -> tuple[int, Any]:
         if ipaddress.ip_address(self.host).is_unspecified:  # rank 0 listens everywhere: as it was reached
-            return (await _resolve(job, job.host or "127.0.0.1", self.port))[0]
+            return (await resolve(job, job.host or "127.0.0.1", self.port))[0]
         return socket.AF_INET6 if ":" in self.host else socket.AF_INET, (self.host, self.port)
 
 
@@ -128,9 +130,9 @@ async def join(job: Job) -> Transport:
     facts["cuda"] = accelerator.native
     transport = UcxTransport(job, engine, _capabilities(parameters, accelerator.native), facts)
     try:
-        listener = await _listen(job, parameters)
+        listener = await listen_for_ranks(job, parameters.bind)
         with listener:
-            host, port = await _public_address(job, listener)
+            host, port = await reachable_address(job, listener)
             listening = Listening(engine) if parameters.listen else None
             ucx_port = listening.port if listening else 0
             us = _Peer(host, port, parameters.terms, engine.address, ucx_port, _machine())
@@ -257,65 +259,3 @@ def _spin(job: Job, parameters: UcxParameters) -> float:
         return parameters.spin
     # Spinning on a core that the peer needs makes both late.
     return 20e-6 if job.world_size <= len(os.sched_getaffinity(0)) else 0.0
-
-
-# ---------------------------------------------------------------------- where the lifelines are dialled
-
-
-async def _listen(job: Job, parameters: UcxParameters) -> socket.socket:
-    """A listener for higher ranks, by default on the address by which this host reaches rank 0."""
-    bind = parameters.bind or job.host or "127.0.0.1"
-    failure: OSError | None = None
-    for family, address in await _resolve(job, bind, job.port or 1):
-        try:
-            where = address[0] if parameters.bind or job.rank == 0 else _route_to(family, address)
-            listener = socket.socket(family, socket.SOCK_STREAM)
-            try:
-                listener.bind((where, 0))
-                listener.listen(job.world_size + MAX_STRANGERS)
-                listener.setblocking(False)
-            except BaseException:
-                listener.close()
-                raise
-            return listener
-        except OSError as error:
-            failure = error
-    raise ConfigError(
-        f"rank {job.rank} cannot listen on {bind!r}: {failure.strerror if failure else 'no address'}; "
-        "give this host's own address as bind="
-    )
-
-
-async def _public_address(job: Job, listener: socket.socket) -> tuple[str, int]:
-    """Where the other ranks reach `listener`."""
-    host, port = listener.getsockname()[:2]
-    if job.rank and ipaddress.ip_address(host).is_unspecified:
-        family, address = (await _resolve(job, job.host or "127.0.0.1", job.port or 1))[0]
-        host = _route_to(family, address)
-    return host, port
-
-
-async def _resolve(job: Job, host: str, port: int) -> list[tuple[int, Any]]:
-    """The families and addresses that `host` stands for; at least one.
-
-    Raises:
-        ConfigError: it is not found.
-    """
-    loop = asyncio.get_running_loop()
-    try:
-        async with asyncio.timeout(job.remaining()):
-            infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        reason = (isinstance(error, OSError) and error.strerror) or str(error) or "no answer in time"
-        raise ConfigError(
-            f"rank {job.rank}: the host {host!r} is not found: {reason}; check the URL and bind="
-        ) from None
-    return [(family, address) for family, _, _, _, address in infos]
-
-
-def _route_to(family: int, address: Any) -> str:
-    """The local address from which `address` is reached; sends nothing."""
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)
-        host: str = probe.getsockname()[0]
-        return host
