@@ -273,6 +273,8 @@ class Channel:
         #: Set when a member died: every later call fails with it.
         self.lost: PeerLostError | None = None
         self.closed = False
+        #: Whether an `autograd.CollectiveScope` records this channel's calls.
+        self.recorded = False
 
     # ------------------------------------------------------------------ running a call
 

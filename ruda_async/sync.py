@@ -8,6 +8,7 @@ arguments, results and errors of its asynchronous twin in `ruda_async.communicat
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import weakref
 from collections.abc import Callable, Coroutine
@@ -28,6 +29,9 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _open: weakref.WeakSet[Communicator] = weakref.WeakSet()
+_numbers = itertools.count()
+#: Every communicator by its number, by which compiled graphs name it.
+numbered: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
 
 
 class Communicator(Operations):
@@ -50,6 +54,8 @@ class Communicator(Operations):
         self._loop = loop
         self._owner = owner
         self._pid = os.getpid()
+        self._number = next(_numbers)
+        numbered[self._number] = self
         self.rank = inner.rank
         self.world_size = inner.world_size
         self.start = _Starter(self)

@@ -19,7 +19,9 @@ The functions here block and take a `ruda_async.sync.Communicator`; their awaita
 * With `torch.utils.checkpoint`, recomputation repeats the forward collectives during backward, on the
   communicator itself: ranks have to recompute their checkpointed parts in the same order, and no other thread
   may use that communicator meanwhile. Use ``use_reentrant=False`` together with a scope.
-* Under `torch.compile` the calls are graph breaks. `torch.func` transforms are refused.
+* Under `torch.compile` the blocking functions (not the tensor-parallel regions, nor what a `CollectiveScope`
+  records, nor ``coordinated=True``) stay in the graph, also with ``fullgraph=True``; the others break it.
+  `torch.func` transforms are refused.
 * With ``torch.autograd.grad(…, inputs)`` or ``backward(inputs=…)`` torch runs only nodes on a way to the
   inputs, so the inputs must be alike on all ranks.
 """

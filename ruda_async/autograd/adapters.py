@@ -15,6 +15,7 @@ from ..traits import VariableTensorExchange
 from . import aio, functions, rules
 from .compiling import eager
 from .engine import run, run_async, scope_of, tracks
+from .graph import in_graph, traced, traced_exchange, traced_root
 
 __all__ = ["AsyncDifferentiableCommunicator", "DifferentiableCommunicator", "differentiable"]
 
@@ -60,7 +61,7 @@ class DifferentiableCommunicator:
         """The `CollectiveScope` bound to this communicator, or None."""
         return scope_of(self.plain._inner)
 
-    @eager
+    @in_graph(traced("all_gather.all_gather_float"))
     def all_gather_float(self, value: Tensor, *, timeout: float | None = None) -> Tensor:
         """As `functions.all_gather`; integers are refused."""
         return run(self.plain, rules.AllGather(name="all_gather_float"), value, timeout)
@@ -69,12 +70,12 @@ class DifferentiableCommunicator:
         """As `Communicator.all_gather_int`."""
         return self.plain.all_gather_int(value, timeout=timeout)
 
-    @eager
+    @in_graph(traced_root("broadcast.broadcast_float"))
     def broadcast_float(self, value: Tensor, root: int, *, timeout: float | None = None) -> Tensor:
         """As `functions.broadcast`; integers are refused."""
         return run(self.plain, rules.Broadcast(root, "broadcast_float"), value, timeout)
 
-    @eager
+    @in_graph(traced_exchange("all_to_all_v.all_to_all_v_float"))
     def all_to_all_v_float(
         self, value: Tensor, send_counts: Sequence[int], *, timeout: float | None = None
     ) -> VariableTensorExchange[Tensor]:

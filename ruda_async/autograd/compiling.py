@@ -1,4 +1,4 @@
-"""A clean graph break: code under `torch.compile` runs collectives eagerly between compiled parts."""
+"""A clean graph break: calls that cannot stay in a graph of `torch.compile` run between its parts."""
 
 from __future__ import annotations
 

@@ -16,10 +16,10 @@ The collective itself runs on plain tensors, blocking or awaited, so both forms 
 
 from __future__ import annotations
 
-import concurrent.futures
 import itertools
 import threading
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,7 +35,7 @@ from .waiting import Lane
 if TYPE_CHECKING:
     from .scope import CollectiveScope
 
-__all__ = ["Call", "keep", "run", "run_async", "scope_of", "tracks"]
+__all__ = ["Call", "keep", "numbered_call", "on_channel", "run", "run_async", "scope_of", "tracks"]
 
 #: The scope that records each channel's differentiable collectives.
 scopes: weakref.WeakKeyDictionary[Channel, CollectiveScope] = weakref.WeakKeyDictionary()
@@ -129,7 +129,7 @@ def _tracked(function: Any, *args: Any) -> Tensor:
 class _Flight:
     """The backward collective of one call, in one backward pass."""
 
-    __slots__ = ("_call", "_future", "_next", "_path", "_result", "_value")
+    __slots__ = ("_call", "_next", "_path", "_result", "_value", "_wait")
 
     def __init__(self, call: Call, path: str, gradient: Tensor) -> None:
         inner = call.lane.inner
@@ -143,21 +143,23 @@ class _Flight:
         self._next: Call | None = None
         if torch.is_grad_enabled():
             self._next = Call(call.lane, rule, value, call.timeout, call.scope)
-        self._future: concurrent.futures.Future[Tensor] | None = None
+        self._wait: Callable[[], Tensor] | None = None
         if rule.communicates:
-            self._future = call.lane.start(_on_channel(inner, path, rule, value.detach(), call.timeout))
+            plain = value.detach()
+            self._wait = call.lane.begin(lambda: on_channel(inner, path, rule, plain, call.timeout))
         else:
             self._result = rule.local(value.detach(), inner.rank, inner.world_size)
 
     def land(self) -> Tensor:
-        if self._future is not None:
-            self._result = self._call.lane.wait(self._future)
+        if self._wait is not None:
+            self._result = self._wait()
         return self._result if self._next is None else self._next.finish(f"{self._path}/0", self._result)
 
 
-async def _on_channel(
+async def on_channel(
     comm: AsyncCommunicator, path: str, rule: Rule, value: Tensor, timeout: float | None
 ) -> Tensor:
+    """Run a backward collective on the channel of its name."""
     channel = comm.channel(f"backward {path}")
     try:
         return await rule.run(channel, value, timeout)
@@ -253,9 +255,10 @@ def _begin(comm: Communicator | AsyncCommunicator, rule: Rule, value: Tensor, ti
     return Call(lane, rule, value, timeout, scope if _graph_task() == -1 else None)
 
 
-async def _numbered(
+async def numbered_call(
     comm: AsyncCommunicator, rule: Rule, value: Tensor, timeout: float | None
 ) -> tuple[str, Tensor]:
+    """Run a forward collective; its path and its result."""
     number = comm._channel.next  # what the call, which starts before the next await, will take
     return str(number), await rule.run(comm, value.detach(), timeout)
 
@@ -275,7 +278,7 @@ def run(comm: Communicator, rule: Rule, value: Tensor, timeout: float | None, fo
         return rule.local(value, inner.rank, inner.world_size)
     call = _begin(comm, rule, value, timeout)
     if rule.communicates:
-        return call.finish(*comm._wait(_numbered(inner, rule, value, timeout)))
+        return call.finish(*comm._wait(numbered_call(inner, rule, value, timeout)))
     return call.finish(_region(inner), rule.local(value.detach(), inner.rank, inner.world_size))
 
 
@@ -287,5 +290,5 @@ async def run_async(
         return await rule.run(comm, value, timeout)
     call = _begin(comm, rule, value, timeout)
     if rule.communicates:
-        return call.finish(*await _numbered(comm, rule, value, timeout))
+        return call.finish(*await numbered_call(comm, rule, value, timeout))
     return call.finish(_region(comm), rule.local(value.detach(), comm.rank, comm.world_size))

@@ -30,6 +30,7 @@ from ..traits import VariableTensorExchange
 from . import rules
 from .compiling import eager
 from .engine import run
+from .graph import in_graph, traced, traced_dim, traced_dims, traced_exchange, traced_op, traced_root
 
 __all__ = [
     "all_gather",
@@ -91,7 +92,7 @@ def tensor_only(value: object, function: str) -> None:
         raise TensorContractError(f"{function} takes a torch tensor, not {type(value).__name__}")
 
 
-@eager
+@in_graph(traced("all_gather.all_gather"))
 def all_gather(comm: Any, value: Tensor, *, timeout: float | None = None) -> Tensor:
     """Concatenate every rank's equal shard ``[n, …]`` into ``[world_size*n, …]``.
 
@@ -100,25 +101,25 @@ def all_gather(comm: Any, value: Tensor, *, timeout: float | None = None) -> Ten
     return run(plain(comm), rules.AllGather(), value, timeout)
 
 
-@eager
+@in_graph(traced_dim("all_gather"))
 def all_gather_dim(comm: Any, value: Tensor, dim: int, *, timeout: float | None = None) -> Tensor:
     """`all_gather` along axis `dim`; negative axes count from the end."""
     return run(plain(comm), rules.AllGather(dim), value, timeout)
 
 
-@eager
+@in_graph(traced("reduce_scatter.sum"))
 def reduce_scatter_sum(comm: Any, value: Tensor, *, timeout: float | None = None) -> Tensor:
     """Sum ``[world_size*n, …]`` over ranks and keep this rank's ``[n, …]``. Backward is an all-gather."""
     return run(plain(comm), rules.ReduceScatter("sum"), value, timeout)
 
 
-@eager
+@in_graph(traced("reduce_scatter.mean"))
 def reduce_scatter_mean(comm: Any, value: Tensor, *, timeout: float | None = None) -> Tensor:
     """`reduce_scatter_sum` divided by the world size."""
     return run(plain(comm), rules.ReduceScatter("mean"), value, timeout)
 
 
-@eager
+@in_graph(traced_op)
 def reduce_scatter_dim(
     comm: Any, value: Tensor, dim: int, op: str = "sum", *, timeout: float | None = None
 ) -> Tensor:
@@ -127,7 +128,7 @@ def reduce_scatter_dim(
     return run(plain(comm), rule, value, timeout)
 
 
-@eager
+@in_graph(traced("all_reduce.sum"))
 def all_reduce_sum(comm: Any, value: Tensor, *, timeout: float | None = None) -> Tensor:
     """Sum ``[…]`` over ranks, on every rank. Backward is the same sum of the gradients.
 
@@ -137,19 +138,19 @@ def all_reduce_sum(comm: Any, value: Tensor, *, timeout: float | None = None) ->
     return run(plain(comm), rules.AllReduce("sum"), value, timeout)
 
 
-@eager
+@in_graph(traced("all_reduce.mean"))
 def all_reduce_mean(comm: Any, value: Tensor, *, timeout: float | None = None) -> Tensor:
     """`all_reduce_sum` divided by the world size, forward and backward."""
     return run(plain(comm), rules.AllReduce("mean"), value, timeout)
 
 
-@eager
+@in_graph(traced_root("broadcast.broadcast"))
 def broadcast(comm: Any, value: Tensor, root: int, *, timeout: float | None = None) -> Tensor:
     """The root's ``[…]`` on every rank. Backward: the sum of gradients at the root, zeros elsewhere."""
     return run(plain(comm), rules.Broadcast(root), value, timeout)
 
 
-@eager
+@in_graph(traced_dims)
 def all_to_all_dim(
     comm: Any, value: Tensor, split_dim: int, concat_dim: int, *, timeout: float | None = None
 ) -> Tensor:
@@ -157,7 +158,30 @@ def all_to_all_dim(
     return run(plain(comm), rules.AllToAll(split_dim, concat_dim), value, timeout)
 
 
+def _traced_exchange(
+    comm: Any,
+    value: Tensor,
+    send_counts: Sequence[int],
+    *,
+    coordinated: bool = False,
+    timeout: float | None = None,
+) -> VariableTensorExchange[Tensor]:
+    if coordinated:
+        return _broken_exchange(comm, value, send_counts, timeout=timeout)
+    return _exchange_in_graph(comm, value, send_counts, timeout=timeout)
+
+
+_exchange_in_graph = traced_exchange("all_to_all_v.all_to_all_v")
+
+
 @eager
+def _broken_exchange(
+    comm: Any, value: Tensor, send_counts: Sequence[int], *, timeout: float | None = None
+) -> VariableTensorExchange[Tensor]:
+    return all_to_all_v(comm, value, send_counts, coordinated=True, timeout=timeout)
+
+
+@in_graph(_traced_exchange)
 def all_to_all_v(
     comm: Any,
     value: Tensor,

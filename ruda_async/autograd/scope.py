@@ -68,6 +68,7 @@ class CollectiveScope:
             )
         self._comm = plain
         scopes[_inner(plain)._channel] = self
+        _inner(plain)._channel.recorded = True
         return wrapper
 
     def unbind(self) -> None:
@@ -76,6 +77,7 @@ class CollectiveScope:
             channel = _inner(self._comm)._channel
             if scopes.get(channel) is self:
                 del scopes[channel]
+                channel.recorded = False
         self._comm = None
         self._calls = []
 

@@ -1,0 +1,209 @@
+"""A rank that fails in backward fails the step on all ranks, at once, and the next step works."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+import torch
+from rank_threads import in_threads
+from support import SCHEMES, fresh_url, run_ranks
+from torch import Tensor, nn
+
+from ruda_async import (
+    AsyncCommunicator,
+    CollectiveCancelledError,
+    PeerLostError,
+    TensorContractError,
+    autograd,
+    sync,
+)
+from ruda_async.training import GradientSync, off_loop
+
+
+class Broken(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ArithmeticError("broken here")
+
+
+def _layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)).double()
+
+
+@pytest.mark.parametrize("place", [1, 2], ids=["in the middle", "before the first gradient"])
+def test_an_error_in_backward_reaches_all_ranks(url: str, place: int) -> None:
+    def body(comm: sync.Communicator) -> None:
+        net = _layers()
+        gradients = GradientSync(net, comm, bucket_bytes=1)
+        x = torch.ones(1, 4, dtype=torch.float64) * (comm.rank + 1)
+        for _ in range(2):
+            value = x
+            for number, layer in enumerate(net):
+                value = layer(value)
+                if comm.rank == 1 and number == place:
+                    value = Broken.apply(value)
+            if comm.rank == 1:
+                with pytest.raises(ArithmeticError, match="broken here"):
+                    gradients.backward(value.sum())
+            else:
+                with pytest.raises(TensorContractError, match="broken here") as caught:
+                    gradients.backward(value.sum())
+                assert caught.value.rank == 1
+            net.zero_grad()
+            gradients.backward(net(x).sum())
+            bias = net[2].bias.grad
+            assert bias is not None
+            assert bias.item() == 1
+        assert comm.stats()["in_flight"] == 0
+
+    in_threads(3, body, url, timeout=50)
+
+
+def test_a_plain_backward_that_raises_is_noticed_too() -> None:
+    def body(comm: sync.Communicator) -> None:
+        net = _layers()
+        gradients = GradientSync(net, comm, bucket_bytes=1)
+        x = torch.ones(1, 4, dtype=torch.float64)
+        hidden = net[1](net[0](x))
+        if comm.rank == 1:
+            with pytest.raises(ArithmeticError):
+                net[2](Broken.apply(hidden)).sum().backward()
+        else:
+            with pytest.raises(TensorContractError, match="an error was raised in it") as caught:
+                net[2](hidden).sum().backward()
+            assert caught.value.rank == 1
+        net.zero_grad()
+        gradients.backward(net(x).sum())
+        assert net[2].bias.grad is not None
+        assert net[2].bias.grad.item() == 1
+
+    in_threads(2, body, timeout=50)
+
+
+def test_a_sparse_gradient_is_refused_on_all_ranks() -> None:
+    def body(comm: sync.Communicator) -> None:
+        table = nn.Embedding(5, 2, sparse=comm.rank == 1)
+        gradients = GradientSync(table, comm)
+        with pytest.raises(TensorContractError, match="sparse") as caught:
+            gradients.backward(table(torch.tensor([1, 1])).sum())
+        assert comm.rank == 1 or caught.value.rank == 1
+
+    in_threads(2, body, timeout=50)
+
+
+def test_a_lost_rank_comes_out_of_backward() -> None:
+    def body(comm: sync.Communicator) -> None:
+        net = _layers()
+        gradients = GradientSync(net, comm, bucket_bytes=1)
+
+        def leave(gradient: Tensor) -> None:
+            assert gradients._pass is not None
+            for call in gradients._pass.calls.values():
+                call.result(20)  # what was under way has ended
+            comm.abort("test")
+
+        hidden = net[1](net[0](torch.ones(1, 4, dtype=torch.float64)))
+        if comm.rank == 1:
+            hidden.register_hook(leave)
+            with pytest.raises(Exception, match="abort"):
+                net[2](hidden).sum().backward()
+            return
+        with pytest.raises(PeerLostError) as caught:
+            net[2](hidden).sum().backward()
+        assert caught.value.rank == 1
+
+    in_threads(3, body, timeout=50)
+
+
+async def test_backward_on_the_loop_is_refused_and_the_step_can_be_repeated() -> None:
+    async def body(comm: AsyncCommunicator) -> None:
+        p = nn.Parameter(torch.ones(2))
+        gradients = await off_loop(GradientSync, [p], comm)
+        with pytest.raises(autograd.BlockedLoopError, match="off_loop"):
+            p.sum().backward()
+        p.grad = None
+        await off_loop(gradients.backward, (p * (comm.rank + 1)).sum())
+        assert p.grad is not None
+        assert p.grad.tolist() == [1.5, 1.5]
+
+    await run_ranks(2, body)
+
+
+async def test_cancelling_a_pass_ends_it_on_all_ranks() -> None:
+    async def body(comm: AsyncCommunicator) -> None:
+        p = nn.Parameter(torch.ones(2))
+        gradients = await off_loop(GradientSync, [p], comm)
+        gate = comm.channel("gate")
+        if comm.rank == 0:
+            waiting = asyncio.ensure_future(off_loop(gradients.backward, p.sum()))
+            while not comm.stats()["in_flight"]:
+                await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            await gate.barrier()
+        else:
+            await gate.barrier()
+            with pytest.raises(CollectiveCancelledError):
+                await off_loop(gradients.backward, p.sum())
+        p.grad = None
+        await off_loop(gradients.backward, (p * (comm.rank + 1)).sum())
+        assert p.grad is not None
+        assert p.grad.tolist() == [1.5, 1.5]
+
+    await run_ranks(2, body)
+
+
+DYING = textwrap.dedent(
+    """
+    import os, signal, sys
+    import torch
+    from ruda_async import PeerLostError, sync
+    from ruda_async.training import GradientSync
+
+    torch.set_num_threads(1)
+    url, rank = sys.argv[1], int(sys.argv[2])
+    with sync.connect(url, rank=rank, world_size=3, timeout=100) as comm:
+        net = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(3)]).double()
+        gradients = GradientSync(net, comm, bucket_bytes=1)
+        hidden = net[1](net[0](torch.ones(1, 4, dtype=torch.float64)))
+        if rank == 1:
+            hidden.register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGKILL))
+        try:
+            net[2](hidden).sum().backward()
+        except PeerLostError as error:
+            print("lost", error.rank)
+    """
+)
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "memory"])
+async def test_a_process_that_dies_in_backward(scheme: str) -> None:
+    url = fresh_url(scheme)
+    processes = [
+        await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", DYING, url, str(rank)),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        for rank in range(3)
+    ]
+    try:
+        outputs = await asyncio.wait_for(asyncio.gather(*(p.communicate() for p in processes)), 140)
+    finally:
+        for process in processes:
+            if process.returncode is None:
+                process.kill()
+    assert [out.decode().strip() for out, _ in outputs] == ["lost 1", "", "lost 1"], outputs
+    assert [p.returncode for p in processes] == [0, -9, 0]

@@ -1,0 +1,287 @@
+"""`ShardedOptimizer` against the plain optimizer on averaged gradients."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from rank_threads import in_threads
+from support import run_ranks
+from torch import Tensor, nn
+
+from ruda_async import AsyncCommunicator, ConfigError, TensorContractError, sync
+from ruda_async.training import ShardedOptimizer, off_loop
+
+Factory = Callable[[Any], torch.optim.Optimizer]
+
+FACTORIES: dict[str, Factory] = {
+    "sgd": partial(torch.optim.SGD, lr=0.001, momentum=0.9, weight_decay=0.01, nesterov=True),
+    "adam": partial(torch.optim.Adam, lr=0.01, amsgrad=True),
+    "adamw": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
+    "rmsprop": partial(torch.optim.RMSprop, lr=0.01, centered=True),
+}
+
+
+class Net(nn.Module):
+    """Odd sizes, a scalar, two dtypes, tied weights, and layers used seldom or never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(5, 7).double()
+        self.b = nn.Linear(7, 7).double()
+        self.b2 = nn.Linear(7, 7, bias=False).double()
+        self.b2.weight = self.b.weight
+        self.single = nn.Linear(5, 3)
+        self.seldom = nn.Linear(7, 1).double()
+        self.never = nn.Linear(2, 2).double()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+        generator = torch.Generator().manual_seed(3)
+        for p in self.parameters():
+            p.data = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+
+    def loss(self, step: int, rank: int) -> Tensor:
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        x = torch.randn(4, 5, generator=generator, dtype=torch.float64)
+        hidden = torch.tanh(self.b2(torch.tanh(self.b(torch.tanh(self.a(x)))))) * self.scale
+        total: Tensor = hidden.square().sum() + self.single(x.float()).double().square().mean()
+        if step == 1 and rank == 0:  # one rank, one step
+            total = total + self.seldom(hidden).sum()
+        return total
+
+
+def groups(net: Net) -> list[dict[str, Any]]:
+    first = [*net.a.parameters()]
+    rest = [p for p in net.parameters() if all(p is not q for q in first)]
+    return [{"params": first, "lr": 0.002}, {"params": rest}]
+
+
+def plainly(factory: Factory, world: int, steps: int, clip: float | None = None) -> tuple[Net, Any]:
+    net = Net()
+    optimizer = factory(groups(net))
+    for step in range(steps):
+        optimizer.zero_grad()
+        for rank in range(world):
+            (net.loss(step, rank) / world).backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
+        optimizer.step()
+    return net, optimizer
+
+
+def same(net: nn.Module, other: nn.Module) -> None:
+    for (name, p), q in zip(net.named_parameters(), other.parameters(), strict=True):
+        tolerance = 1e-12 if p.dtype == torch.float64 else 1e-5
+        torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_equals_the_plain_optimizer(name: str, world: int) -> None:
+    expected, _ = plainly(FACTORIES[name], world, 4)
+
+    def body(comm: sync.Communicator) -> list[bytes]:
+        net = Net()
+        optimizer = ShardedOptimizer(FACTORIES[name], groups(net), comm)
+        for step in range(4):
+            optimizer.zero_grad()
+            net.loss(step, comm.rank).backward()
+            optimizer.step()
+        same(net, expected)
+        held = sum(p.numel() for p in optimizer.shard_parameters())
+        assert held <= -(-sum(p.numel() for p in net.parameters()) // world) + 4  # one pad a flat
+        return [p.detach().numpy().tobytes() for p in net.parameters()]
+
+    results = in_threads(world, body)
+    assert all(found == results[0] for found in results)
+
+
+def test_over_each_transport_with_accumulation_and_clipping(url: str) -> None:
+    factory = FACTORIES["adamw"]
+    net = Net()
+    plain = factory(groups(net))
+    norms = []
+    for _ in range(2):
+        plain.zero_grad()
+        for step in range(2):
+            for rank in range(3):
+                (net.loss(step, rank) / 3).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(list(net.parameters()), 0.5).item())
+        plain.step()
+
+    def body(comm: sync.Communicator) -> None:
+        mine = Net()
+        optimizer = ShardedOptimizer(factory, groups(mine), comm)
+        for norm in norms:
+            optimizer.zero_grad()
+            for step in range(2):
+                mine.loss(step, comm.rank).backward()
+            found = optimizer.clip_grad_norm_(0.5)
+            assert found.item() == pytest.approx(norm, rel=1e-6)  # some gradients are float32
+            optimizer.step()
+        for (name, p), q in zip(mine.named_parameters(), net.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+    in_threads(3, body, url)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_a_checkpoint_fits_other_numbers_of_ranks(name: str) -> None:
+    """Three ranks save; one process, two ranks and five go on as one process does that never stopped."""
+    factory = FACTORIES[name]
+    _, plain = plainly(factory, 3, 3)
+    saved: dict[str, Any] = {}
+
+    def first(comm: sync.Communicator) -> None:
+        net = Net()
+        optimizer = ShardedOptimizer(factory, groups(net), comm)
+        for step in range(3):
+            optimizer.zero_grad()
+            net.loss(step, comm.rank).backward()
+            optimizer.step()
+        whole = optimizer.state_dict()
+        assert whole is not None
+        only = optimizer.state_dict(root=1)
+        assert (only is None) == (comm.rank != 1)
+        if only is not None:
+            file = io.BytesIO()
+            torch.save([copy.deepcopy(net.state_dict()), only], file)
+            file.seek(0)
+            saved["model"], saved["optimizer"] = torch.load(file, weights_only=True)
+            torch.testing.assert_close(only["state"], whole["state"], rtol=0, atol=0)
+
+    in_threads(3, first)
+    theirs = plain.state_dict()
+    assert saved["optimizer"]["state"].keys() == theirs["state"].keys()
+    for index, state in theirs["state"].items():
+        assert saved["optimizer"]["state"][index].keys() == state.keys()
+    assert [g["params"] for g in saved["optimizer"]["param_groups"]] == [
+        g["params"] for g in theirs["param_groups"]
+    ]
+    assert saved["optimizer"]["param_groups"][0]["lr"] == 0.002
+
+    reference = Net()
+    reference.load_state_dict(saved["model"])
+    optimizer = factory(groups(reference))
+    optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))  # torch may keep tensors
+    for step in range(3):
+        optimizer.zero_grad()
+        reference.loss(step, 0).backward()
+        optimizer.step()
+
+    def go_on(comm: sync.Communicator) -> None:
+        net = Net()
+        sharded = ShardedOptimizer(factory, groups(net), comm)
+        net.load_state_dict(saved["model"])
+        sharded.load_state_dict(saved["optimizer"])
+        for step in range(3):
+            sharded.zero_grad()
+            net.loss(step, 0).backward()  # alike on all ranks, so the mean is that of one process
+            sharded.step()
+        for (name, p), q in zip(net.named_parameters(), reference.named_parameters(), strict=True):
+            tolerance = 1e-11 if p.dtype == torch.float64 else 1e-4
+            torch.testing.assert_close(
+                p, q[1], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+    for world in (1, 2, 5):
+        in_threads(world, go_on)
+
+
+def test_schedulers_and_other_divisors() -> None:
+    def body(comm: sync.Communicator) -> None:
+        p = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+        optimizer = ShardedOptimizer(partial(torch.optim.SGD, lr=1.0), [p], comm, divide_by=4)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1, gamma=0.5)
+        for _ in range(2):
+            optimizer.zero_grad()
+            (p.sum() * 2).backward()
+            optimizer.step()
+            scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == 0.25
+        assert p.tolist() == [-1.5] * 3  # 1 * 4/4, then 0.5 * 4/4
+
+    in_threads(2, body)
+
+
+def test_misuse_fails_on_all_ranks() -> None:
+    def body(comm: sync.Communicator) -> None:
+        p = nn.Parameter(torch.zeros(2 + comm.rank))
+        sgd = partial(torch.optim.SGD, lr=1.0)
+        with pytest.raises(TensorContractError, match="not the same on all ranks") as caught:
+            ShardedOptimizer(sgd, [p], comm)
+        assert caught.value.rank == 1
+        with pytest.raises(ConfigError, match="no parameters"):
+            ShardedOptimizer(sgd, [], comm)
+        q = nn.Parameter(torch.zeros(4))
+        with pytest.raises(ConfigError, match="twice"):
+            ShardedOptimizer(sgd, [q, q], comm)
+        table = nn.Embedding(4, 2, sparse=comm.rank == 0)
+        optimizer = ShardedOptimizer(sgd, table.parameters(), comm)
+        table(torch.tensor([1])).sum().backward()
+        with pytest.raises(TensorContractError, match="sparse") as caught:
+            optimizer.step()
+        assert comm.rank == 0 or caught.value.rank == 0
+        optimizer.zero_grad()
+        with pytest.raises(ConfigError, match="groups of"):
+            optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0, 1]}]})
+        state = {0: {"momentum_buffer": torch.zeros(3)}}
+        with pytest.raises(ConfigError, match=r"shape \[3\]"):
+            optimizer.load_state_dict({"state": state, "param_groups": [{"params": [0]}]})
+        matrix = nn.Parameter(torch.ones(4, 4))
+        wide = ShardedOptimizer(_Whole, [matrix], comm)
+        matrix.sum().backward()
+        wide.step()
+        with pytest.raises(TensorContractError, match="elementwise"):
+            wide.state_dict()
+        comm.barrier()
+
+    in_threads(2, body)
+
+
+class _Whole(torch.optim.Optimizer):
+    """Keeps one number for two elements."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["pairs"] = torch.zeros(len(p) // 2)
+
+
+def test_an_inner_optimizer_that_fails_fails_everywhere() -> None:
+    class Failing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            if self.param_groups[0]["lr"] > 1:
+                raise ArithmeticError("too fast")
+
+    def body(comm: sync.Communicator) -> None:
+        p = nn.Parameter(torch.ones(4))
+        optimizer = ShardedOptimizer(partial(Failing, lr=1.0 + comm.rank), [p], comm)
+        p.sum().backward()
+        with pytest.raises(ArithmeticError if comm.rank else Exception, match="too fast"):
+            optimizer.step()
+        comm.barrier()
+
+    in_threads(2, body, timeout=50)
+
+
+async def test_in_an_asynchronous_program() -> None:
+    expected, _ = plainly(FACTORIES["adam"], 2, 3)
+
+    async def body(comm: AsyncCommunicator) -> None:
+        net = Net()
+        optimizer = await off_loop(ShardedOptimizer, FACTORIES["adam"], groups(net), comm)
+        for step in range(3):
+            optimizer.zero_grad()
+            net.loss(step, comm.rank).backward()
+            await off_loop(optimizer.step)
+        same(net, expected)
+
+    await run_ranks(2, body)
