@@ -164,3 +164,47 @@ async def test_closed_here_while_large_messages_are_under_way(url: str) -> None:
             await comm.barrier()
 
     await run_ranks(2, body, url=url)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("ranks", [2, 4])
+async def test_a_thousand_channels_in_flight_entered_in_another_order_on_each_rank(
+    url: str, ranks: int
+) -> None:
+    """As in a server: an uneven exchange, a sum and the way back, all begun before any can end."""
+    count = 1000
+
+    async def body(comm: AsyncCommunicator) -> None:
+        order = list(range(count))
+        random.Random(f"{comm.rank} of {ranks}").shuffle(order)
+        begun = 0
+        all_begun = asyncio.Event()
+
+        async def request(number: int) -> None:
+            nonlocal begun
+            async with comm.channel(f"request-{number}") as channel:
+                begun += 1
+                if begun == count:
+                    all_begun.set()
+                if comm.rank == number % ranks:  # the others wait for this rank
+                    await all_begun.wait()
+                counts = [(number + comm.rank + peer) % 3 for peer in range(ranks)]
+                values = [number * 100.0 + comm.rank * 10 + peer for peer in range(ranks)]
+                rows = np.repeat(np.array(values), counts)[:, None]
+                there = await channel.all_to_all_v_float(rows, counts)
+                expected = [
+                    number * 100.0 + peer * 10 + comm.rank
+                    for peer in range(ranks)
+                    for _ in range((number + comm.rank + peer) % 3)
+                ]
+                assert there.value[:, 0].tolist() == expected
+                total = await channel.all_reduce_sum(np.array([float(number)]))
+                assert total.tolist() == [ranks * float(number)]
+                back = await channel.all_to_all_v_float(there.value, there.receive_counts)
+                np.testing.assert_array_equal(back.value, rows)
+
+        await asyncio.gather(*map(request, order))
+        stats = comm.stats()
+        assert (stats["channels"], stats["in_flight"], stats["failed"]) == (1, 0, 0)
+
+    await run_ranks(ranks, body, url=url, limit=110, timeout=100)

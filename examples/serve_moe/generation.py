@@ -1,4 +1,4 @@
-"""The ranks that work together, from their agreement on who holds what until one is lost or a new one comes."""
+"""The ranks that work together, until one is lost or a new one comes."""
 
 from __future__ import annotations
 

@@ -192,7 +192,8 @@ async def _whole(front: Front, work: Work, request: Request, started: float) -> 
 class _Streamed(StreamingResponse):
     """Rows as they come: a line of JSON each, or an event each.
 
-    An error after the first row is the last line, with ``error`` and ``message``; before it, the status says it.
+    An error after the first row is the last line, with ``error`` and ``message``; before it, the status
+    says it.
     """
 
     def __init__(self, front: Front, work: Work, kind: str) -> None:

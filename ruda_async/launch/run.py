@@ -55,8 +55,8 @@ def run(
     """Run `argv` once per rank and wait for all; ``connect()`` without arguments joins them.
 
     When a rank fails, the others get SIGTERM, and SIGKILL when `grace` has passed; so do processes that they
-    started. With `keep_going` only rank 0 ends the others, by failing. Ctrl-C (SIGINT) is passed on once, with the same sequel; a second one kills at once.
-    Standard input goes to rank 0.
+    started. With `keep_going` only rank 0 ends the others, by failing. Ctrl-C (SIGINT) is passed on once,
+    with the same sequel; a second one kills at once. Standard input goes to rank 0.
 
     Args:
         world_size: the number of ranks.
