@@ -4,8 +4,8 @@
     ruda-async run -n 4 --keep-going --grace 15 examples/serve_moe --model digits.npz
 
 Rank 0, the *front*, speaks HTTP and holds everything but the experts; the other ranks hold the experts. All
-run the same event-loop code. A batch of rows is one call of `ruda_async.moe.aio.moe_layer` on a channel of its
-own, so several batches are under way at once. ``docs/serving.md`` says how it behaves and how to size it.
+run the same event-loop code. A batch of rows is one call of `ruda_async.moe.aio.moe_layer` on a channel of
+its own, so several batches are under way at once. ``docs/serving.md`` says how it behaves and how to size it.
 
 * `options`: the command line
 * `placement`: which rank holds which experts, also after one was lost

@@ -153,8 +153,10 @@ class Front:
             if lost.done():
                 lost.exception()
 
-    async def _tell(self, generation: Generation, what: dict[str, Any]) -> None:
-        await generation.control.broadcast_object(what, 0, timeout=AGREE_SECONDS)
+    async def _tell(
+        self, generation: Generation, what: dict[str, Any], seconds: float = AGREE_SECONDS
+    ) -> None:
+        await generation.control.broadcast_object(what, 0, timeout=seconds)
 
     async def _tick(self, generation: Generation) -> None:
         """Ask all ranks for their numbers, and so notice lost ones also while there is nothing to do."""
@@ -246,7 +248,8 @@ class Front:
         assert task is not None
         self._flying[task] = slices
         try:
-            generation.spawn(self._tell(generation, {"do": "batch", "number": number}))
+            told = {"do": "batch", "number": number}
+            generation.spawn(self._tell(generation, told, self.options.batch_timeout))
             mixed = await generation.exchange.run(shard, number, tokens)
         finally:
             del self._flying[task]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import uvicorn
@@ -19,6 +18,7 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from .batching import RefusedError, Work
 from .front import Front
@@ -26,7 +26,8 @@ from .options import Options
 
 __all__ = ["application", "serving"]
 
-log = logging.getLogger("serve_moe")
+
+R = TypeVar("R")
 
 _PIXELS = 64
 #: Bytes of JSON that are read on the event loop; more go to a thread.
@@ -156,6 +157,28 @@ def _results(start: int, scores: np.ndarray) -> list[dict[str, Any]]:
     return [{"row": row, "class": guess, "scores": values} for row, (guess, values) in rows]
 
 
+async def _unless_gone(receive: Receive, waiting: Coroutine[Any, Any, R]) -> R:
+    """What `waiting` returns or raises.
+
+    Raises:
+        ClientDisconnect: the client went away before.
+    """
+
+    async def disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = asyncio.ensure_future(waiting), asyncio.ensure_future(disconnected())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            return tasks[0].result()
+        raise ClientDisconnect
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
 async def _whole(front: Front, work: Work, request: Request, started: float) -> Response:
     """All rows in one answer. A client that goes meanwhile ends its work."""
 
@@ -165,26 +188,17 @@ async def _whole(front: Front, work: Work, request: Request, started: float) -> 
             results += _results(start, scores)
         return sorted(results, key=lambda result: result["row"])
 
-    async def disconnected() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    collecting = asyncio.ensure_future(collect())
-    leaving = asyncio.ensure_future(disconnected())
     code = "disconnected"
     try:
-        await asyncio.wait((collecting, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not collecting.done():
-            return Response(status_code=499)  # nobody reads it
-        results = collecting.result()
+        results = await _unless_gone(request.receive, collect())
         code = "ok"
         return JSONResponse({"results": results})
+    except ClientDisconnect:
+        return Response(status_code=499)  # nobody reads it
     except RefusedError as error:
         code = error.code
         return _refusal(error)
     finally:
-        collecting.cancel()
-        leaving.cancel()
         front.finish(work)
         front.metrics.request(code, monotonic() - started)
 
@@ -203,16 +217,20 @@ class _Streamed(StreamingResponse):
         self._events = kind == "text/event-stream"
         self._code = "disconnected"
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         parts = self._parts = self._work.parts()
+
+        async def first() -> tuple[int, np.ndarray]:
+            return await anext(parts)
+
         try:
-            try:
-                self._first = await anext(parts)
-            except RefusedError as error:
-                self._code = error.code
-                await _refusal(error)(scope, receive, send)
-                return
+            self._first = await _unless_gone(receive, first())
             await super().__call__(scope, receive, send)
+        except RefusedError as error:
+            self._code = error.code
+            await _refusal(error)(scope, receive, send)
+        except ClientDisconnect:
+            pass
         finally:
             self._front.finish(self._work)
             self._front.metrics.request(self._code, monotonic() - self._work.started)

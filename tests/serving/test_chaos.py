@@ -101,7 +101,7 @@ def leaks(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[floa
 
 
 @asynccontextmanager
-async def tested(scheme: str, model: Path, parameters: str = "") -> AsyncIterator[Server]:
+async def robust(scheme: str, model: Path, parameters: str) -> AsyncIterator[Server]:
     options = ("--batch-timeout", "20", "--request-timeout", "60", "--rejoin-timeout", "60")
     async with served(scheme, model, RANKS, *options, parameters=parameters) as server:
         yield server
@@ -111,7 +111,7 @@ async def tested(scheme: str, model: Path, parameters: str = "") -> AsyncIterato
 async def test_random_faults(scheme: str, model: Path, oracle: Oracle) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
-    async with tested(scheme, model, "&heartbeat=3") as server:
+    async with robust(scheme, model, "&heartbeat=3") as server:
         chaos = Chaos(server, oracle, seed)
         clients = Clients(server, oracle, seed)
         ends = time.monotonic() + SECONDS / 2
@@ -150,7 +150,7 @@ async def quiet(server: Server, busy: bool = False) -> dict[str, Any]:
     ids=["late", "dies", "silent"],
 )
 async def test_bad_links(model: Path, oracle: Oracle, faults: str) -> None:
-    async with tested("faults+tcp", model, f"&heartbeat=3&checksum=true{faults}") as server:
+    async with robust("faults+tcp", model, f"&heartbeat=3&checksum=true{faults}") as server:
         clients = Clients(server, oracle)
         async with clients.busy(16, limit=90):
             ends = time.monotonic() + min(SECONDS / 6, 60)
@@ -161,7 +161,7 @@ async def test_bad_links(model: Path, oracle: Oracle, faults: str) -> None:
 
 async def test_soak(model: Path, oracle: Oracle) -> None:
     """Load without faults: nothing is refused, and nothing grows."""
-    async with tested("shm", model) as server:
+    async with robust("shm", model, "") as server:
         clients = Clients(server, oracle)
         async with clients.busy(32):
             await clients.more(2000, limit=300)

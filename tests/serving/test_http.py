@@ -49,6 +49,7 @@ async def test_answers_streams_and_errors(server: Server, oracle: Oracle) -> Non
         lines = [json.loads(event.removeprefix("data: ")) for event in events if event]
         oracle.check(rows, sorted(lines, key=lambda line: line["row"]))
 
+        json_type = {"Content-Type": "application/json"}
         for body, status, code in (
             (b"{", 400, "bad_request"),
             (b"[]", 400, "bad_request"),
@@ -61,7 +62,7 @@ async def test_answers_streams_and_errors(server: Server, oracle: Oracle) -> Non
             (b"x" * 1_000_000, 413, "too_large"),
             (b"[" * 100_000, 400, "bad_request"),
         ):
-            async with session.post(url, data=body) as answer:
+            async with session.post(url, data=body, headers=json_type) as answer:
                 assert (answer.status, (await answer.json())["error"]) == (status, code), body[:40]
         async with session.get(url) as answer:
             assert answer.status == 405
