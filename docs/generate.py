@@ -3,7 +3,8 @@
     python docs/generate.py            rewrite them
     python docs/generate.py --check    exit with 1 where one is out of date
 
-A generated part stands between ``<!-- generated: name -->`` and ``<!-- end -->``.
+A generated part stands between ``<!-- generated: name -->`` and ``<!-- end -->``; some take an argument, as
+in ``<!-- generated: parameters tcp -->``.
 """
 
 from __future__ import annotations
@@ -15,21 +16,30 @@ import inspect
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
-from ruda_async.collectives import selector
+from ruda_async.collectives import costs
 from ruda_async.collectives.operation import Settings
 from ruda_async.collectives.selector import choose
 from ruda_async.communicator import open_transport
 from ruda_async.config import CommonParameters, resolve
 from ruda_async.transport import Capabilities
 from ruda_async.transport.parameters import describe_parameters
-from ruda_async.transport.registry import get_plugin
+from ruda_async.transport.registry import get_plugin, plugins
 
 DOCS = Path(__file__).parent
-#: Plugins that other distributions add do not belong into this documentation.
-OURS = ("memory", "shm", "tcp", "mpi", "torch+gloo", "torch+nccl")
-#: Those that need nothing but this library, whose choice of algorithms is shown.
-UNIFORM = ("memory", "shm", "tcp")
+#: The transports whose choices are shown: those that need nothing but this library.
+CHOSEN = ("memory", "shm", "tcp")
+
+
+def bundled() -> list[str]:
+    """The schemes of this distribution; those that others add do not belong into this documentation."""
+    return [scheme for scheme, info in plugins().items() if " of ruda-async " in info.origin]
+
+
+def page_of(scheme: str) -> str:
+    """The name of a transport's page: schemes that differ after a plus share one."""
+    return scheme.partition("+")[0]
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -55,81 +65,100 @@ def parameter_table(cls: type) -> str:
     rows = []
     for row in describe_parameters(cls):
         default = f"{row.default} {row.unit}".strip() if row.default else ""
-        if row.unit == "bytes":
+        if row.unit == "bytes" and row.default:
             default = binary_size(int(row.default))
         rows.append([f"`{row.name}`", row.type, default, row.doc])
     return table(["parameter", "type", "default", "meaning"], rows)
 
 
-def parameters() -> str:
-    """Common parameters, then a section per transport."""
-    parts = ["## Common parameters", parameter_table(CommonParameters)]
-    for scheme in OURS:
-        plugin = get_plugin(scheme)
-        parts.append(f"## {scheme}")
-        parts.append(f"`{scheme}://`: {plugin.summary}. For example `{plugin.example}`.")
-        parts.append(parameter_table(plugin.parameters))
-    return "\n\n".join(parts)
+def parameters(scheme: str = "") -> str:
+    """The parameters of one transport; without a scheme, those of every URL."""
+    return parameter_table(plugins()[scheme].load().parameters if scheme else CommonParameters)
+
+
+def transports() -> str:
+    """The transports of this distribution and their pages."""
+    rows = []
+    for scheme in bundled():
+        plugin = plugins()[scheme].load()
+        example = getattr(plugin, "example", f"{scheme}+{get_plugin('tcp').example}")
+        rows.append([f"[`{scheme}`](transports/{page_of(scheme)}.md)", plugin.summary, f"`{example}`"])
+    return table(["scheme", "what carries the messages", "for example"], rows)
 
 
 # ---------------------------------------------------------------------- algorithms.md
 
-#: How the selector's conditions read in words; applied in turn to their source text.
+#: How the formulas read; applied in turn to their source text.
 _WORDING = (
-    (r"not c\.exact", '`order="any"`'),
-    (r"_power_of_two\(c\)", "ranks are a power of two"),
-    (r"_always", "otherwise"),
-    (r"c\.shared", "memory is shared"),
-    (r"_SHARED", f"{selector._SHARED >> 10} KiB"),
-    (r"c\.nbytes", "bytes"),
-    (r"c\.wide", "bytes"),
-    (r"c\.size", "ranks"),
-    (r"c\.pipe\b", "pipe"),
-    (r"c\.segment", "segment"),
-    (r"pipe / 2", "½ pipe"),
-    (r"(\d) \* pipe", r"\1 pipes"),
-    (r" \* ", " \N{MULTIPLICATION SIGN} "),
-    (r" - ", " \N{MINUS SIGN} "),
-    (r"<=", "≤"),
-    (r">=", "≥"),
-    (r"\((bytes [≤≥] [^()]*)\)", r"\1"),  # `ast.unparse` puts comparisons in brackets
+    (r"c\.show", "show"),
+    (r"c\.seen", "\N{GREEK SMALL LETTER BETA}/3"),
+    (r"c\.apart", "(h \N{MINUS SIGN} 1)/h"),
+    (r"c\.size", "p"),
+    (r"c\.halvings", "\N{LEFT FLOOR}log\N{SUBSCRIPT TWO} p\N{RIGHT FLOOR}"),
+    (r"c\.rounds", "\N{LEFT CEILING}log\N{SUBSCRIPT TWO} p\N{RIGHT CEILING}"),
+    (r"8 \* c\.typical", "8 pipe"),
+    (r"c\.typical", "pipe"),
+    (r"c\.peers", "(p \N{MINUS SIGN} 1)"),
+    (r"c\.share", "(p \N{MINUS SIGN} 1)/p"),
+    (r"c\.overhead", "o"),
+    (r"c\.folds / 2", "f/2"),
+    (r"c\.folds", "f"),
+    (r"c\.nbytes / 2", "n/2"),
+    (r"c\.nbytes", "n"),
+    (r"c\.wide", "w"),
+    (r"c\.fan", "fan"),
+    (r"c\.crowd", "\N{GREEK SMALL LETTER BETA}\N{SUPERSCRIPT PLUS SIGN}"),
+    (r"c\.whole", "\N{GREEK SMALL LETTER BETA}\N{SUPERSCRIPT ONE}"),
+    (r"c\.alpha", "\N{GREEK SMALL LETTER ALPHA}"),
+    (r"c\.beta", "\N{GREEK SMALL LETTER BETA}"),
+    (r"c\.gamma", "\N{GREEK SMALL LETTER GAMMA}"),
+    (r" \* ", " "),
+    (r"n\+n", "n + n"),
 )
 
 
-def selector_rows() -> dict[str, list[tuple[str, str, str]]]:
-    """The selector's tables as text: operation → (algorithm, condition, reason), read from its source."""
-    for node in ast.walk(ast.parse(inspect.getsource(selector))):
-        if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", None) == "_TABLES":
+class Row(NamedTuple):
+    """One algorithm of one operation, as text."""
+
+    operation: str
+    algorithm: str
+    seconds: str
+    needs: str
+    reason: str
+
+
+def candidates() -> list[Row]:
+    """The algorithms and their formulas, read from the source of `costs`."""
+    for node in ast.walk(ast.parse(inspect.getsource(costs))):
+        if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", None) == "CANDIDATES":
             tables = node.value
             break
     else:
-        raise LookupError("ruda_async.collectives.selector has no _TABLES")
+        raise LookupError("ruda_async.collectives.costs has no CANDIDATES")
     assert isinstance(tables, ast.Dict)
-    found = {}
-    for key, rows in zip(tables.keys, tables.values, strict=True):
-        assert key is not None
+    found = []
+    for (operation, known), rows in zip(costs.CANDIDATES.items(), tables.values, strict=True):
         assert isinstance(rows, ast.Tuple)
-        found[str(ast.literal_eval(key))] = [_row(row) for row in rows.elts]
+        for candidate, row in zip(known, rows.elts, strict=True):
+            assert isinstance(row, ast.Call)
+            formula = row.args[1]
+            assert isinstance(formula, ast.Lambda)
+            text = ast.unparse(formula.body)
+            for pattern, words in _WORDING:
+                text = re.sub(pattern, words, text)
+            found.append(Row(operation, candidate.algorithm, text, candidate.needs, candidate.reason))
     return found
 
 
-def _row(call: ast.expr) -> tuple[str, str, str]:
-    assert isinstance(call, ast.Call)
-    algorithm, applies, reason = call.args
-    condition = ast.unparse(applies.body if isinstance(applies, ast.Lambda) else applies)
-    for pattern, words in _WORDING:
-        condition = re.sub(pattern, words, condition)
-    return ast.literal_eval(algorithm), condition, ast.literal_eval(reason)
-
-
 def algorithms() -> str:
-    """The selector's tables, row by row."""
-    rows = [
-        [f"`{operation}`" if first else "", f"`{algorithm}`", condition, reason]
-        for operation, cases in selector_rows().items()
-        for first, (algorithm, condition, reason) in zip([True] + [False] * len(cases), cases, strict=False)
-    ]
-    return table(["operation", "algorithm", "when", "why"], rows)
+    """The algorithms of each operation, and what the model gives them."""
+    rows, last = [], ""
+    for row in candidates():
+        shown = "" if row.operation == last else f"`{row.operation}`"
+        reason = f"{row.reason}; needs {row.needs}" if row.needs else row.reason
+        rows.append([shown, f"`{row.algorithm}`", row.seconds, reason])
+        last = row.operation
+    return table(["operation", "algorithm", "seconds", ""], rows)
 
 
 async def capabilities_of(scheme: str) -> Capabilities:
@@ -144,12 +173,12 @@ async def capabilities_of(scheme: str) -> Capabilities:
 def choices() -> str:
     """What `choose` answers for a few sizes on each transport; transports that agree share a row."""
     sizes = {"1 KiB": 1 << 10, "64 KiB": 1 << 16, "1 MiB": 1 << 20, "64 MiB": 1 << 26}
-    capabilities = {scheme: asyncio.run(capabilities_of(scheme)) for scheme in UNIFORM}
+    capabilities = {scheme: asyncio.run(capabilities_of(scheme)) for scheme in CHOSEN}
     rows = []
     for operation in ("all_reduce", "reduce_scatter", "all_gather", "broadcast"):
         for ranks in (2, 4, 16):
             agreeing: dict[tuple[str, ...], list[str]] = {}
-            for scheme in UNIFORM:
+            for scheme in CHOSEN:
                 names = tuple(
                     f"`{choose(operation, nbytes, ranks, capabilities[scheme], Settings()).algorithm}`"
                     for nbytes in sizes.values()
@@ -159,8 +188,26 @@ def choices() -> str:
     return table(["operation", "ranks", "transport", *sizes], rows)
 
 
-PARTS: dict[str, Callable[[], str]] = {
+# ---------------------------------------------------------------------- transports.md
+
+EXAMPLE = DOCS.parent / "examples" / "unix_transport" / "ruda_unix.py"
+
+
+def example(kind: str, name: str) -> str:
+    """A class or function of the example of a transport, as it stands in its file."""
+    source = EXAMPLE.read_text(encoding="utf-8")
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            lines = source.splitlines()[first - 1 : node.end_lineno]
+            return "\n".join(["```python", *lines, "```"])
+    raise LookupError(f"{EXAMPLE.name} has no {kind} {name}")
+
+
+PARTS: dict[str, Callable[..., str]] = {
     "parameters": parameters,
+    "transports": transports,
+    "example": example,
     "algorithms": algorithms,
     "choices": choices,
 }
@@ -173,9 +220,10 @@ def generated(text: str) -> str:
     """The text of a page with its generated parts written anew."""
 
     def part(match: re.Match[str]) -> str:
-        return f"<!-- generated: {match[1]} -->\n\n{PARTS[match[1]]()}\n\n<!-- end -->"
+        name, *arguments = match[1].split()
+        return f"<!-- generated: {match[1]} -->\n\n{PARTS[name](*arguments)}\n\n<!-- end -->"
 
-    return re.sub(r"<!-- generated: (\w+) -->.*?<!-- end -->", part, text, flags=re.DOTALL)
+    return re.sub(r"<!-- generated: ([\w+. -]+) -->.*?<!-- end -->", part, text, flags=re.DOTALL)
 
 
 def main() -> int:
@@ -183,12 +231,12 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 where out of date")
     check = parser.parse_args().check
     stale = 0
-    for page in sorted(DOCS.glob("*.md")):
+    for page in sorted(DOCS.rglob("*.md")):
         before = page.read_text(encoding="utf-8")
         after = generated(before)
         if after != before:
             stale += 1
-            print(f"{page.name} is out of date" if check else f"wrote {page.name}")
+            print(f"{page.relative_to(DOCS)} is out of date" if check else f"wrote {page.relative_to(DOCS)}")
             if not check:
                 page.write_text(after, encoding="utf-8")
     return 1 if check and stale else 0

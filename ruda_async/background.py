@@ -62,6 +62,11 @@ class Work(Generic[R]):
         self._future = future
         self._label = label
 
+    @property
+    def future(self) -> concurrent.futures.Future[R]:
+        """The future behind this handle, for code that waits for many or wants a callback."""
+        return self._future
+
     def done(self) -> bool:
         """Whether `wait` would return at once."""
         return self._future.done()
@@ -182,6 +187,8 @@ class BackgroundLoop:
         try:
             with _deferred_interrupt() as interrupt:
                 first = None
+                if self._started:
+                    by_hand, call = False, _after_started(call)
                 if by_hand:
                     asyncio._set_running_loop(self._loop)
                     blocking.seconds = _BLOCK
@@ -258,6 +265,16 @@ async def _turns() -> None:
     """A few turns of the loop: enough for a cancelled call to withdraw what it posted."""
     for _ in range(5):
         await asyncio.sleep(0)
+
+
+async def _after_started(call: Coroutine[Any, Any, R]) -> R:
+    """Make `call` after those that were started before it: each of them needs a turn to become a task."""
+    try:
+        await asyncio.sleep(0)
+    except BaseException:
+        call.close()
+        raise
+    return await call
 
 
 @types.coroutine

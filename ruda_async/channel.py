@@ -14,6 +14,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from . import notices
+from .collectives.layout import narrowed
 from .collectives.native import Native, Natives
 from .collectives.request import Request
 from .errors import (
@@ -91,7 +92,7 @@ class Operation:
         self.settings = settings
         self.rank = channel.rank
         self.size = channel.size
-        self.capabilities: Capabilities = node.capabilities
+        self.capabilities: Capabilities = channel.capabilities
         self.head = b""
         self.error: RudaError | None = None
         self.started = monotonic()
@@ -255,6 +256,7 @@ class Channel:
         members: the job's rank of each group rank.
         label: the three of them, as records of calls have it.
         rank, size: this rank's place in `members`, and their number.
+        capabilities: the transport's, with the hosts of `members` alone.
     """
 
     def __init__(self, node: Node, id: int, name: str, members: tuple[int, ...], sequence: int = 0) -> None:
@@ -265,6 +267,7 @@ class Channel:
         self.label = (id, name, members)
         self.rank = members.index(node.transport.rank)
         self.size = len(members)
+        self.capabilities: Capabilities = narrowed(node.capabilities, members)
         self.next = sequence
         self.natives = Natives(node.providers, id, self.rank, members, sequence)
         self.active: dict[int, Operation] = {}

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import replace
+from time import monotonic
 from types import TracebackType
 from typing import Any, TypeVar
 
 from . import growth
 from .channel import Channel
+from .collectives.explaining import explanation
 from .collectives.operation import Settings
 from .collectives.request import Request
-from .collectives.selector import choose, choose_provider, known_algorithms
+from .collectives.selector import known_algorithms
 from .collectives.split import Split
 from .config import Config, resolve
 from .errors import CommunicatorClosedError, ConfigError
@@ -25,7 +27,8 @@ from .recovery import Recovery
 from .tags import channel_id
 from .tensors import blank
 from .transport.base import Transport
-from .transport.provider import NativeCall
+from .tuning.numbers import Numbers
+from .tuning.store import find_numbers
 
 __all__ = ["AsyncCommunicator", "connect", "open_transport"]
 
@@ -119,25 +122,18 @@ class AsyncCommunicator(AsyncOperations):
         }
 
     def explain(self, operation: str, nbytes: int) -> str:
-        """Which algorithm a call of `operation` with `nbytes` bytes per rank would run, and why."""
-        exact = self._settings.order == "exact"
-        natives = self._channel.natives
-        choice = choose(
+        """Which algorithm a call of `operation` with `nbytes` bytes per rank would run, and why.
+
+        With it come the estimated times of all algorithms that could, and the costs they are made of.
+        """
+        return explanation(
             operation,
             nbytes,
             self.world_size,
-            self._node.capabilities,
+            self._channel.capabilities,
             self._settings,
-            exact=exact,
-            providers=natives.providers,
+            self._channel.natives,
         )
-        # A float32 sum stands for all dtypes and operators.
-        operator = "sum" if operation in ("all_reduce", "reduce", "reduce_scatter") else None
-        root = 0 if operation in ("reduce", "broadcast", "gather", "scatter") else None
-        call = NativeCall(operation, self.world_size, "float32", nbytes, operator, root)
-        provider, why = choose_provider(natives.providers, call, natives.members, self._settings, exact)
-        algorithm, reason = choice if provider is None else (provider.name, "")
-        return f"{operation} of {nbytes} bytes over {self.world_size} ranks: {algorithm}, {reason}{why}"
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Any:
         """A tensor of unknown content that collectives of this communicator read and write fastest.
@@ -199,6 +195,20 @@ class AsyncCommunicator(AsyncOperations):
         result: T = await self._p2p.recv(source, tag, like, out, seconds)
         return result
 
+    async def recv_any(
+        self, *, tag: int = 0, like: T | None = None, out: T | None = None, timeout: float | None = None
+    ) -> tuple[T, int]:
+        """The next tensor that any rank sent with `tag`, and that rank; otherwise as `recv`.
+
+        It takes its turn behind the receives of the same tag that were called before. A lost rank does not
+        end it while others may still send.
+
+        Raises:
+            TensorContractError, PeerLostError, CollectiveTimeoutError
+        """
+        seconds = self._timeout if timeout is None else timeout
+        return await self._p2p.recv_any(tag, like, out, seconds)
+
     # ------------------------------------------------------------------ other communicators
 
     def channel(self, name: str) -> AsyncCommunicator:
@@ -230,6 +240,32 @@ class AsyncCommunicator(AsyncOperations):
         members = tuple(self._channel.members[r] for _, r in group)
         id = channel_id(self._channel.id, "split", sequence, color)
         return self._derive(self._node.open_channel(id, f"{self.name}/split{sequence}:{color}", members))
+
+    def subgroup(self, ranks: Sequence[int], name: str) -> AsyncCommunicator:
+        """A communicator of the given ranks, in that order, made without any communication.
+
+        Only its members call it, each with the same `ranks` and `name`. As with `channel`, the same name
+        and ranks give the same channel again, and different ones never meet.
+
+        Raises:
+            ConfigError: `ranks` names a rank twice, one that does not exist, or lacks this one.
+        """
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"a subgroup's name is a string that is not empty, not {name!r}")
+        order = tuple(ranks)
+        if any(isinstance(r, bool) or not isinstance(r, int) for r in order) or not all(
+            0 <= r < self.world_size for r in order
+        ):
+            raise ConfigError(f"subgroup({list(order)}): there are ranks 0 to {self.world_size - 1}")
+        if len(set(order)) != len(order):
+            raise ConfigError(f"subgroup({list(order)}) names a rank twice; name each once")
+        if self.rank not in order:
+            raise ConfigError(
+                f"rank {self.rank} is not in subgroup({list(order)}); only its members call subgroup()"
+            )
+        members = tuple(self._channel.members[r] for r in order)
+        id = channel_id(self._channel.id, "subgroup", name, *order)
+        return self._derive(self._node.open_channel(id, f"{self.name}/{name}", members))
 
     def bounded(self, max_bytes: int) -> AsyncCommunicator:
         """This communicator with every message cut to at most `max_bytes` of payload; the same channel.
@@ -294,8 +330,16 @@ class AsyncCommunicator(AsyncOperations):
         return await growth.grow(self, n, url, self._timeout if timeout is None else timeout)
 
     @classmethod
-    def over(
-        cls, transport: Transport, config: Config, home: Config, settings: Settings, timeout: float
+    async def over(
+        cls,
+        transport: Transport,
+        config: Config,
+        home: Config,
+        settings: Settings,
+        timeout: float,
+        *,
+        measured: Numbers | None = None,
+        within: float,
     ) -> AsyncCommunicator:
         """The communicator of all ranks of a transport, which it owns; for the parts of this library.
 
@@ -303,9 +347,16 @@ class AsyncCommunicator(AsyncOperations):
             config: what the transport was opened with.
             home: what the user gave; it differs where the job has grown.
             settings, timeout: the communicator's.
+            measured: on rank 0, the costs to go by instead of the transport's declaration.
+            within: seconds for all ranks to agree on them.
         """
         node = Node(transport, config, home)
-        node.start()
+        try:
+            node.start(measured)
+            await node.agree(within)
+        except BaseException as error:
+            node.abort(f"rank {config.rank} could not join: {error}")
+            raise
         channel = node.open_channel(channel_id(0, "main"), "main", tuple(range(config.world_size)))
         return cls(channel, settings, timeout, Recovery(node), owner=True)
 
@@ -382,7 +433,8 @@ def connect(
         timeout: seconds for joining, and the default for every call; 300 where nothing says otherwise.
         join: come to a running job, whose members call `AsyncCommunicator.grow`; rank and world size
             follow from that.
-        options: `algorithm`, `order`, `secret`, and the transport's own parameters; they win over the URL.
+        options: `algorithm`, `order`, `tuning`, `secret`, and the transport's own parameters; they win over
+            the URL.
 
     Raises:
         ConfigError: the URL, a parameter or the set of ranks is wrong.
@@ -403,5 +455,10 @@ async def _connect(config: Config) -> AsyncCommunicator:
         raise ConfigError(f"algorithm={algorithm!r} is not known; there are {', '.join(known)}")
     if config.join:
         return await growth.join(AsyncCommunicator, config)
+    measured = find_numbers(config.tuning, config.scheme) if config.rank == 0 else None
+    deadline = monotonic() + config.timeout
     transport = await open_transport(config)
-    return AsyncCommunicator.over(transport, config, config, config.settings, config.timeout)
+    left = max(deadline - monotonic(), 0.0)
+    return await AsyncCommunicator.over(
+        transport, config, config, config.settings, config.timeout, measured=measured, within=left
+    )

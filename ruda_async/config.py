@@ -2,9 +2,9 @@
 
 ``scheme://[host[:port]][/job]?parameter=value&…``, where a parameter is one of `CommonParameters` or the
 transport's own. Keyword arguments win over the URL, the URL over the environment (``RUDA_RANK``,
-``RUDA_WORLD_SIZE``, ``RUDA_TIMEOUT``, ``RUDA_TRACE_DIR``, ``RUDA_SECRET``, ``RUDA_SECRET_FILE``).
-Without a URL it is ``RUDA_URL``, else ``env://``, which takes rank, world size and meeting place from the
-launcher (see `ruda_async.environment`).
+``RUDA_WORLD_SIZE``, ``RUDA_TIMEOUT``, ``RUDA_TUNING``, ``RUDA_TRACE_DIR``, ``RUDA_SECRET``,
+``RUDA_SECRET_FILE``). Without a URL it is ``RUDA_URL``, else ``env://``, which takes rank, world size and
+meeting place from the launcher (see `ruda_async.environment`).
 
 Every mistake is a `ConfigError` of one line that names the value and the remedy.
 """
@@ -56,6 +56,9 @@ class CommonParameters:
     trace_dir: Path | None = param(  # noqa: RUF009
         None, doc="the folder that flight records are written to at timeouts and lost ranks"
     )
+    tuning: str | None = param(
+        None, doc="a file of ruda-async tune, or off; by default this machine's, where there is one"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,7 @@ class Config:
         listen_fd: an inherited listening socket for rank 0, from a launcher.
         trace_dir: where flight records are written; None for nowhere.
         join: come to a running job; `rank` and `world_size` are not known yet.
+        tuning: the file of measured costs that rank 0 goes by, ``"off"``, or None for this machine's.
     """
 
     scheme: str
@@ -93,6 +97,7 @@ class Config:
     listen_fd: int | None = None
     trace_dir: Path | None = None
     join: bool = False
+    tuning: str | None = None
 
     @property
     def redacted_url(self) -> str:
@@ -133,7 +138,7 @@ def resolve(
         rank, world_size, timeout, algorithm, order, join: as in `CommonParameters`.
         secret: the job secret; text stands for its UTF-8 bytes.
         environ: instead of ``os.environ``.
-        parameters: `secret_file` and the transport's own parameters.
+        parameters: `secret_file`, `tuning` and the transport's own parameters.
 
     Raises:
         ConfigError: a mistake in what was given.
@@ -158,6 +163,7 @@ def resolve(
         ("world_size", "RUDA_WORLD_SIZE"),
         ("timeout", "RUDA_TIMEOUT"),
         ("trace_dir", "RUDA_TRACE_DIR"),
+        ("tuning", "RUDA_TUNING"),
     ):
         if environ.get(variable):
             raw[key] = environ[variable]
@@ -205,6 +211,7 @@ def resolve(
         listen_fd=listen_fd,
         trace_dir=shared.trace_dir,
         join=shared.join,
+        tuning=shared.tuning,
     )
 
 

@@ -172,7 +172,8 @@ async def _meet(
     kind: type[AsyncCommunicator], grown: Config, home: Config, settings: Settings, timeout: float
 ) -> AsyncCommunicator:
     """Meet the others of a grown job, and see that all are linked."""
-    communicator = kind.over(await open_transport(grown), grown, home, settings, timeout)
+    transport = await open_transport(grown)
+    communicator = await kind.over(transport, grown, home, settings, timeout, within=admission.LINK_SECONDS)
     try:
         linked = communicator.channel("grown")
         await linked.barrier(timeout=admission.LINK_SECONDS)

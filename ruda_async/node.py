@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING
 
 from . import notices
 from .channel import Channel, Operation
-from .errors import CommunicatorClosedError, ConfigError, PeerLostError, ProtocolError, RudaError
+from .errors import (
+    CollectiveTimeoutError,
+    CommunicatorClosedError,
+    ConfigError,
+    PeerLostError,
+    ProtocolError,
+    RudaError,
+)
 from .heap import Heap
 from .observe.flight import FlightRecords
 from .observe.logs import log
@@ -25,6 +32,7 @@ from .observe.recorder import Recorder, Stats, Transfer
 from .tags import CONTROL_TAG, SEQUENCES, is_past, split_tag
 from .transport.base import DONE, Capabilities, Transport
 from .transport.regions import Regions
+from .tuning.numbers import Numbers, numbers_of, with_numbers
 
 if TYPE_CHECKING:
     from .config import Config
@@ -48,6 +56,7 @@ _NOTICES: dict[str, tuple[type, ...]] = {
     "report": (int, int, bytes),
     "lost": (int, str),
     "survivors": (int, int, list, bool),
+    "costs": (int, float, float, float, float),
 }
 
 _nodes: weakref.WeakSet[Node] = weakref.WeakSet()
@@ -77,6 +86,8 @@ class Node:
         self.flight = FlightRecords(self)
         #: Told of every call where spans are wanted: see `observe.opentelemetry`.
         self.spans: Spans | None = None
+        #: Done when rank 0's costs are known here, which `capabilities` then has.
+        self.settled: asyncio.Future[None] = self.loop.create_future()
         self.channels: dict[int, Channel] = {}
         #: Peers that died, and why; job ranks.
         self.lost: dict[int, PeerLostError] = {}
@@ -95,12 +106,46 @@ class Node:
         transport.is_stale = self._is_stale
         _nodes.add(self)
 
-    def start(self) -> None:
-        """Begin to listen to the peers."""
+    def start(self, measured: Numbers | None = None) -> None:
+        """Begin to listen to the peers; on rank 0, tell them what messages cost.
+
+        Args:
+            measured: on rank 0, the costs to go by instead of the transport's declaration.
+        """
         for peer in range(self.transport.world_size):
             if peer != self.transport.rank:
                 name = f"ruda rank {self.transport.rank} hears {peer}"
                 self._listeners.append(self.loop.create_task(self._listen(peer), name=name))
+        if self.transport.rank == 0:
+            numbers, segment = measured or numbers_of(self.capabilities), self.capabilities.segment_bytes
+            self._settle(numbers, segment)
+            others = range(1, self.transport.world_size)
+            self._tell(others, notices.encode("costs", segment, *numbers))
+
+    def _settle(self, numbers: Numbers, segment_bytes: int) -> None:
+        """Go by rank 0's numbers, as all ranks do: they have to choose alike, and to cut alike."""
+        self.capabilities = with_numbers(self.capabilities, numbers, segment_bytes)
+        if not self.settled.done():
+            self.settled.set_result(None)
+
+    async def agree(self, seconds: float) -> None:
+        """Wait until rank 0's costs are known here.
+
+        Raises:
+            PeerLostError: rank 0 is gone.
+            CollectiveTimeoutError: it said nothing in time.
+        """
+        if not self.settled.done():
+            try:
+                async with asyncio.timeout(seconds):
+                    await self.settled
+            except TimeoutError:
+                raise CollectiveTimeoutError(
+                    f"rank {self.transport.rank} of {self.transport.world_size}: rank 0 linked up and then "
+                    "said nothing; its event loop stands still, or it runs another version of ruda-async",
+                    missing=(0,),
+                ) from None
+        self.settled.result()
 
     def check_loop(self) -> None:
         """Refuse to be used from another event loop than the one that connected.
@@ -251,6 +296,8 @@ class Node:
                 await transport.recv_into(peer, CONTROL_TAG, (memoryview(data),), envelope.head)
                 self._hear(peer, data)
         except PeerLostError as error:
+            if peer == 0 and not self.settled.done():
+                self.settled.set_exception(error)
             if error.orderly:
                 # What it still owes fails in the transport; calls that it has done its part of go on.
                 fields = {"ruda_rank": transport.rank, "ruda_peer": peer}
@@ -262,7 +309,10 @@ class Node:
         except Exception as error:
             fields = {"ruda_rank": transport.rank, "ruda_peer": peer}
             log.error("rank %d: cannot hear rank %d any more: %s", transport.rank, peer, error, extra=fields)
-            self._on_lost(peer, PeerLostError(f"rank {peer} cannot be heard any more: {error}", rank=peer))
+            lost = PeerLostError(f"rank {peer} cannot be heard any more: {error}", rank=peer)
+            if peer == 0 and not self.settled.done():
+                self.settled.set_exception(lost)
+            self._on_lost(peer, lost)
 
     def _hear(self, peer: int, data: bytearray) -> None:
         kind, fields = notices.decode(data, _NOTICES)
@@ -285,6 +335,10 @@ class Node:
             rank, text = fields
             if rank != self.transport.rank and 0 <= rank < self.transport.world_size:
                 self._on_lost(rank, PeerLostError(text, rank=rank))
+        elif kind == "costs":
+            segment_bytes, *numbers = fields
+            if peer == 0 and not self.settled.done():
+                self._settle(Numbers(*numbers), segment_bytes)
         elif self.on_survivors is not None:
             id, round, lost, final = fields
             if not all(type(r) is int and 0 <= r < self.transport.world_size for r in lost):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from .errors import ConfigError, RudaError
 from .rendezvous import meet
 from .transport.job import Job, Rendezvous
 
@@ -31,4 +33,12 @@ async def open_transport(config: Config, rendezvous: Rendezvous = meet) -> Trans
         listen_fd=config.listen_fd,
         rendezvous=rendezvous,
     )
-    return await config.plugin.connect(job)
+    try:
+        return await config.plugin.connect(job)
+    except OSError as error:
+        if isinstance(error, RudaError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise ConfigError(
+            f"rank {config.rank} of {config.world_size} has no file descriptor left ({error.strerror}); a "
+            "job takes about one for each rank: raise the limit (ulimit -n), or close files"
+        ) from None

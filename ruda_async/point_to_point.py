@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from .channel import Channel
+    from .tensors import Target, TensorAdapter
+    from .transport.base import Envelope
 
 __all__ = ["PointToPoint"]
 
@@ -52,7 +54,7 @@ class PointToPoint:
             raise error.at(f"rank {channel.rank}, {call}", channel.rank) from None
         head = fingerprint("send", spec.dtype, spec.shape)
         transfer = Transfer(channel, "send", dest, tag)
-        async with self._bounded(call, timeout, transfer):
+        async with self._bounded(call, (dest,), timeout, transfer):
             data = adapter.read(value)
             transfer.head = head
             transfer.sent = data.nbytes
@@ -63,30 +65,109 @@ class PointToPoint:
         channel = self._channel
         call = f"recv from rank {source} (tag {tag})"
         member, wire_tag = self._address(source, tag, call)
-        transport = channel.node.transport
-        pattern = out if out is not None else like
-        try:
-            adapter = adapter_for(np.empty(0) if pattern is None else pattern)
-        except TensorContractError as error:
-            raise error.at(f"rank {channel.rank}, {call}", channel.rank) from None
-        turn = self._turns.setdefault((member, wire_tag), asyncio.Lock())
+        adapter = self._adapter(like, out, call)
         # Receives of one tag are served in the order in which they were called.
         transfer = Transfer(channel, "recv", source, tag)
-        async with self._bounded(call, timeout, transfer), turn:
-            envelope = await transport.probe(member, wire_tag)
+        async with self._bounded(call, (source,), timeout, transfer), self._turn(member, wire_tag):
+            envelope = await channel.node.transport.probe(member, wire_tag)
             transfer.head = envelope.head
             transfer.received = envelope.nbytes
-            spec = self._spec_of(envelope.head, envelope.nbytes, source)
-            try:
-                if out is not None:
-                    target = adapter.into(out, spec)
-                else:
-                    like = np.empty(0) if like is None else like
-                    target = adapter.allocate(like, spec.shape, spec.dtype)
-            except TensorContractError as error:
-                raise error.at(f"rank {channel.rank}, {call}", channel.rank) from None
-            await transport.recv_into(member, wire_tag, (target.buffer,), envelope.head)
+            target = await self._take(source, wire_tag, envelope, adapter, like, out, call)
         return target.finish()
+
+    async def recv_any(self, tag: int, like: Any, out: Any, timeout: float) -> tuple[Any, int]:
+        """Receive the next tensor that any other group rank sent with `tag`; it and its source."""
+        channel = self._channel
+        call = f"recv from any rank (tag {tag})"
+        peers = [rank for rank in range(channel.size) if rank != channel.rank]
+        if not peers:
+            raise TensorContractError(
+                f"rank {channel.rank}, {call}: there is no other rank", rank=channel.rank
+            )
+        for peer in peers:
+            _, wire_tag = self._address(peer, tag, call)
+        adapter = self._adapter(like, out, call)
+        transfer = Transfer(channel, "recv", -1, tag)
+        async with (
+            self._bounded(call, tuple(peers), timeout, transfer),
+            self._first(peers, wire_tag) as (source, envelope),
+        ):
+            transfer.sequence = (source, tag)
+            transfer.head = envelope.head
+            transfer.received = envelope.nbytes
+            target = await self._take(source, wire_tag, envelope, adapter, like, out, call)
+        return target.finish(), source
+
+    @asynccontextmanager
+    async def _first(self, peers: list[int], wire_tag: int) -> AsyncIterator[tuple[int, Envelope]]:
+        """The first of `peers` whose message is there, inside its turn; the others' turns are given back."""
+        channel = self._channel
+        probes = {asyncio.ensure_future(self._turn_and_probe(peer, wire_tag)): peer for peer in peers}
+        try:
+            pending = set(probes)
+            found: asyncio.Task[Envelope] | None = None
+            while found is None:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                good = [task for task in done if task.exception() is None]
+                if not good and not pending:
+                    done.pop().result()  # every peer is lost
+                found = min(good, key=lambda task: probes[task], default=None)
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
+            yield probes[found], found.result()
+        finally:
+            for task in probes:
+                task.cancel()
+            await asyncio.gather(*probes, return_exceptions=True)
+            for task, peer in probes.items():
+                if not task.cancelled() and task.exception() is None:
+                    self._turn(channel.members[peer], wire_tag).release()
+
+    async def _turn_and_probe(self, peer: int, wire_tag: int) -> Envelope:
+        """Wait for the next message from `peer`, and keep the turn to take it."""
+        member = self._channel.members[peer]
+        turn = self._turn(member, wire_tag)
+        await turn.acquire()
+        try:
+            return await self._channel.node.transport.probe(member, wire_tag)
+        except BaseException:
+            turn.release()
+            raise
+
+    def _turn(self, member: int, wire_tag: int) -> asyncio.Lock:
+        return self._turns.setdefault((member, wire_tag), asyncio.Lock())
+
+    def _adapter(self, like: Any, out: Any, call: str) -> TensorAdapter[Any]:
+        pattern = out if out is not None else like
+        try:
+            return adapter_for(np.empty(0) if pattern is None else pattern)
+        except TensorContractError as error:
+            raise error.at(f"rank {self._channel.rank}, {call}", self._channel.rank) from None
+
+    async def _take(
+        self,
+        source: int,
+        wire_tag: int,
+        envelope: Envelope,
+        adapter: TensorAdapter[Any],
+        like: Any,
+        out: Any,
+        call: str,
+    ) -> Target[Any]:
+        """Receive the message that `envelope` announces."""
+        channel = self._channel
+        spec = self._spec_of(envelope.head, envelope.nbytes, source)
+        try:
+            if out is not None:
+                target = adapter.into(out, spec)
+            else:
+                target = adapter.allocate(np.empty(0) if like is None else like, spec.shape, spec.dtype)
+        except TensorContractError as error:
+            raise error.at(f"rank {channel.rank}, {call}", channel.rank) from None
+        member = channel.members[source]
+        await channel.node.transport.recv_into(member, wire_tag, (target.buffer,), envelope.head)
+        return target
 
     def _address(self, peer: int, tag: int, call: str) -> tuple[int, int]:
         channel = self._channel
@@ -130,7 +211,9 @@ class PointToPoint:
         return TensorSpec(said.dtype, said.shape)
 
     @asynccontextmanager
-    async def _bounded(self, call: str, timeout: float, transfer: Transfer) -> AsyncIterator[None]:
+    async def _bounded(
+        self, call: str, peers: tuple[int, ...], timeout: float, transfer: Transfer
+    ) -> AsyncIterator[None]:
         """Bound a transfer in time, and keep record of it."""
         node = self._channel.node
         recorder, spans = node.recorder, node.spans
@@ -139,7 +222,7 @@ class PointToPoint:
             spans.begin(transfer)
         error: BaseException | None = None
         try:
-            async with self._limited(call, timeout, transfer.sequence[0]):
+            async with self._limited(call, timeout, peers):
                 yield
         except BaseException as raised:
             error = raised
@@ -154,15 +237,20 @@ class PointToPoint:
                 spans.end(transfer, error)
 
     @asynccontextmanager
-    async def _limited(self, call: str, timeout: float, peer: int) -> AsyncIterator[None]:
+    async def _limited(self, call: str, timeout: float, peers: tuple[int, ...]) -> AsyncIterator[None]:
         channel = self._channel
         where = f"rank {channel.rank} of {channel.size}, channel {channel.name!r}, {call}"
         try:
             async with asyncio.timeout(timeout):
                 yield
         except PeerLostError as error:
-            raise PeerLostError(f"{where}: {error}", rank=peer, orderly=error.orderly) from None
+            rank = peers[0] if len(peers) == 1 else self._group_rank(error.rank)
+            raise PeerLostError(f"{where}: {error}", rank=rank, orderly=error.orderly) from None
         except TimeoutError:
             text = f"{where}: not finished within timeout={timeout:g} s"
             channel.node.flight.trigger(text)
-            raise CollectiveTimeoutError(text, rank=channel.rank, missing=(peer,)) from None
+            raise CollectiveTimeoutError(text, rank=channel.rank, missing=peers) from None
+
+    def _group_rank(self, member: int | None) -> int | None:
+        members = self._channel.members
+        return members.index(member) if member in members else None

@@ -11,7 +11,7 @@ import atexit
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -27,6 +27,8 @@ __all__ = ["Communicator", "Work", "connect"]
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+_POINT_TO_POINT = ("send", "recv", "recv_any")
 
 _open: weakref.WeakSet[Communicator] = weakref.WeakSet()
 _numbers = itertools.count()
@@ -151,6 +153,12 @@ class Communicator(Operations):
         """As `AsyncCommunicator.recv`, blocking."""
         return self._wait_as_task(self._inner.recv(source, tag=tag, like=like, out=out, timeout=timeout))
 
+    def recv_any(
+        self, *, tag: int = 0, like: T | None = None, out: T | None = None, timeout: float | None = None
+    ) -> tuple[T, int]:
+        """As `AsyncCommunicator.recv_any`, blocking."""
+        return self._wait_as_task(self._inner.recv_any(tag=tag, like=like, out=out, timeout=timeout))
+
     # ------------------------------------------------------------------ other communicators
 
     def channel(self, name: str) -> Communicator:
@@ -161,6 +169,10 @@ class Communicator(Operations):
         """As `AsyncCommunicator.split`, blocking."""
         inner = self._wait(self._inner.split(color, key, timeout=timeout))
         return None if inner is None else self._derive(inner)
+
+    def subgroup(self, ranks: Sequence[int], name: str) -> Communicator:
+        """As `AsyncCommunicator.subgroup`."""
+        return self._derive(self._wait(_called(self._inner.subgroup, ranks, name)))
 
     def bounded(self, max_bytes: int) -> Communicator:
         """As `AsyncCommunicator.bounded`."""
@@ -216,7 +228,7 @@ class _Starter:
         self._communicator = communicator
 
     def __getattr__(self, name: str) -> Callable[..., Work[Any]]:
-        if name.startswith("_") or not (hasattr(AsyncOperations, name) or name in ("send", "recv")):
+        if name.startswith("_") or not (hasattr(AsyncOperations, name) or name in _POINT_TO_POINT):
             raise AttributeError(f"there is no call {name!r} to start")
         communicator = self._communicator
         method = getattr(communicator._inner, name)
@@ -230,7 +242,7 @@ class _Starter:
         return start
 
     def __dir__(self) -> list[str]:
-        return sorted([n for n in dir(AsyncOperations) if not n.startswith("_")] + ["recv", "send"])
+        return sorted([n for n in dir(AsyncOperations) if not n.startswith("_")] + [*_POINT_TO_POINT])
 
 
 async def _called(function: Callable[..., R], *args: Any) -> R:

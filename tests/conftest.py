@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -27,3 +27,11 @@ def url(request: pytest.FixtureRequest) -> str:
 def new_url() -> Callable[[str], str]:
     """`fresh_url`, for tests that need several."""
     return fresh_url
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_tuning_of_this_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What ``ruda-async tune`` has measured here must not decide what tests see."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield

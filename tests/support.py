@@ -16,7 +16,9 @@ from ruda_async import AsyncCommunicator
 Body = Callable[[AsyncCommunicator], Awaitable[Any]]
 
 #: Schemes whose ranks may be tasks of one loop.
-SCHEMES = ("memory", "tcp", "shm") if hasattr(os, "memfd_create") else ("memory", "tcp")
+SCHEMES: tuple[str, ...] = ("memory", "tcp", "shm") if hasattr(os, "memfd_create") else ("memory", "tcp")
+# Other transports, or fewer, through the same tests: RUDA_TEST_SCHEMES=ucx
+SCHEMES = tuple(os.environ.get("RUDA_TEST_SCHEMES", ",".join(SCHEMES)).split(","))
 
 _jobs = itertools.count()
 
@@ -33,8 +35,8 @@ def free_port() -> int:
 def fresh_url(scheme: str) -> str:
     """A URL that no other job of this test run uses."""
     job = f"test-{os.getpid()}-{next(_jobs)}"
-    if scheme == "tcp":
-        return f"tcp://127.0.0.1:{free_port()}/{job}"
+    if scheme in ("tcp", "auto", "ucx"):
+        return f"{scheme}://127.0.0.1:{free_port()}/{job}"
     return f"{scheme}://{job}"
 
 

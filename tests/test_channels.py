@@ -208,3 +208,36 @@ async def test_a_thousand_channels_in_flight_entered_in_another_order_on_each_ra
         assert (stats["channels"], stats["in_flight"], stats["failed"]) == (1, 0, 0)
 
     await run_ranks(ranks, body, url=url, limit=110, timeout=100)
+
+
+async def test_subgroup_is_made_without_communication(url: str) -> None:
+    async def body(comm: AsyncCommunicator) -> None:
+        order = (3, 0, 2)
+        if comm.rank == 1:
+            with pytest.raises(ConfigError, match="only its members"):
+                comm.subgroup(order, "some")
+            return
+        some = comm.subgroup(order, "some")
+        assert (some.rank, some.world_size) == (order.index(comm.rank), 3)
+        assert (await some.all_gather(np.array([comm.rank]))).tolist() == list(order)
+        other = comm.subgroup(sorted(order), "some")  # other ranks or another order: another channel
+        first, second = await asyncio.gather(
+            some.all_gather(np.array([comm.rank])), other.all_gather(np.array([comm.rank]))
+        )
+        assert (first.tolist(), second.tolist()) == ([3, 0, 2], [0, 2, 3])
+        pair = some.subgroup((0, 1), "pair") if comm.rank in (0, 3) else None  # numbers of the parent
+        if pair is not None:
+            assert (await pair.all_gather(np.array([comm.rank]))).tolist() == [3, 0]
+
+    await run_ranks(4, body, url=url)
+
+
+async def test_subgroups_are_checked() -> None:
+    async def body(comm: AsyncCommunicator) -> None:
+        for ranks in ((0, 0, 1), (0, 2), (-1, 0), (0, True)):
+            with pytest.raises(ConfigError):
+                comm.subgroup(ranks, "x")
+        with pytest.raises(ConfigError):
+            comm.subgroup((0, 1), "")
+
+    await run_ranks(2, body)

@@ -114,7 +114,7 @@ def test_other_keywords_are_the_transports() -> None:
 def test_common_parameters_are_described_like_a_plugins() -> None:
     rows = {row.name: row for row in describe_parameters(CommonParameters)}
     assert set(rows) == {
-        *("rank", "world_size", "timeout", "algorithm", "order", "secret_file", "join", "trace_dir")
+        *("rank", "world_size", "timeout", "algorithm", "order", "secret_file", "join", "trace_dir", "tuning")
     }
     assert rows["timeout"].default == "300"
 

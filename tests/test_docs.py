@@ -20,10 +20,14 @@ from ruda_async.collectives.selector import known_algorithms
 from ruda_async.operations import AsyncOperations
 from ruda_async.tensors.dtypes import DTYPES
 from ruda_async.transport.conformance import SCENARIOS, run_scenario
-from ruda_async.transport.registry import get_plugin, plugins, register_plugin, unregister_plugin
+from ruda_async.transport.registry import register_plugin, unregister_plugin
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+def page_id(page: Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
 def text_of(page: str) -> str:
@@ -44,28 +48,31 @@ def generate() -> ModuleType:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="opens every bundled transport")
-@pytest.mark.parametrize("name", ["urls", "algorithms"])
-def test_generated_parts_are_up_to_date(generate: ModuleType, name: str) -> None:
-    text = text_of(f"docs/{name}.md")
-    assert "<!-- generated: " in text
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if "<!-- generated: " in p.read_text("utf-8")], ids=page_id
+)
+def test_generated_parts_are_up_to_date(generate: ModuleType, page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
     assert generate.generated(text) == text, "run `python docs/generate.py`"
 
 
 def test_stale_parts_are_noticed(generate: ModuleType) -> None:
-    text = text_of("docs/urls.md")
+    text = text_of("docs/transports/tcp.md")
     stale = text.replace("| `heartbeat` |", "| `heart_beat` |")
     assert stale != text
     assert generate.generated(stale) == text
 
 
-def test_every_row_of_the_selector_is_listed_in_words(generate: ModuleType) -> None:
-    rows = generate.selector_rows()
-    assert {algorithm for cases in rows.values() for algorithm, _, _ in cases} == set(known_algorithms())
-    for cases in rows.values():
-        assert cases[-1][1] == "otherwise"
-        for _, condition, _ in cases:
-            assert "c." not in condition
-            assert "_" not in condition
+def test_every_formula_is_written_in_symbols(generate: ModuleType) -> None:
+    rows = generate.candidates()
+    assert {row.algorithm for row in rows} == set(known_algorithms())
+    for row in rows:
+        assert re.fullmatch(r"[\w αβγ⁺¹⌊⌋⌈⌉₂+\N{MINUS SIGN}/()]+", row.seconds), row
+        assert not re.search(r"\bc\b|_|[a-z]{4}", row.seconds.replace("pipe", "")), row
+    ring = next(row for row in rows if row[:2] == ("all_gather", "ring"))
+    assert ring.seconds.encode("ascii", "namereplace") == (
+        b"(p \\N{MINUS SIGN} 1) (\\N{GREEK SMALL LETTER ALPHA} + n \\N{GREEK SMALL LETTER BETA})"
+    )
 
 
 # ---------------------------------------------------------------------- links
@@ -79,7 +86,7 @@ def anchors(text: str) -> set[str]:
     return slugs | set(re.findall(r'<a id="([^"]+)">', text))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_links_resolve(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
@@ -94,14 +101,21 @@ def test_links_resolve(page: Path) -> None:
 
 
 def test_every_page_is_reachable_from_the_readme() -> None:
-    linked = set(re.findall(r"\]\(([\w./-]+\.md)", text_of("README.md")))
-    assert {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} <= linked
+    reached, ahead = set(), [ROOT / "README.md"]
+    while ahead:
+        page = ahead.pop()
+        if page in reached or not page.is_file():
+            continue
+        reached.add(page)
+        targets = re.findall(r"\]\(([\w./-]+\.md)", page.read_text(encoding="utf-8"))
+        ahead += [(page.parent / target).resolve() for target in targets]
+    assert set((ROOT / "docs").rglob("*.md")) <= reached
 
 
 # ---------------------------------------------------------------------- examples
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_python_examples_are_python(page: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     for block in blocks:
@@ -117,15 +131,16 @@ def test_the_worked_sums_come_out_as_written() -> None:
 
 
 @pytest.fixture(scope="module")
-def outlined() -> Iterator[str]:
-    """The scheme of the transport that the page on writing one outlines, put into use."""
-    page = text_of("docs/writing-a-transport.md")
-    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-    module = ModuleType("outlined_transport")
+def example() -> Iterator[str]:
+    """The scheme of the transport that the page on transports walks through, put into use."""
+    path = ROOT / "examples" / "unix_transport" / "ruda_unix.py"
+    spec = importlib.util.spec_from_file_location("ruda_unix", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
     sys.modules[module.__name__] = module  # where `dataclass` looks annotations up
     try:
-        for block in blocks[:2]:
-            exec(compile(block, module.__name__, "exec"), module.__dict__)
+        spec.loader.exec_module(module)
         register_plugin(module.PLUGIN)
         yield module.PLUGIN.scheme
         unregister_plugin(module.PLUGIN.scheme)
@@ -135,25 +150,21 @@ def outlined() -> Iterator[str]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="abstract Unix sockets")
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_the_outlined_transport_keeps_every_promise(outlined: str, name: str) -> None:
-    run_scenario(name, f"{outlined}://{name}")
+def test_the_example_of_a_transport_keeps_every_promise(example: str, name: str) -> None:
+    run_scenario(name, f"{example}://{name}")
 
 
 # ---------------------------------------------------------------------- completeness
 
 
-def test_every_transport_has_a_section_that_leads_to_its_parameters(generate: ModuleType) -> None:
-    text = text_of("docs/transports.md")
-    bundled = {scheme for scheme in plugins() if type(get_plugin(scheme)).__module__.startswith("ruda_")}
-    assert set(generate.OURS) == bundled
-    for scheme in bundled:
-        page = ROOT / "docs" / "transports" / f"{scheme.partition('+')[0]}.md"
-        if page.exists():
-            assert f"(../urls.md#{scheme.replace('+', '')})" in page.read_text(encoding="utf-8")
-            continue
-        _, found, section = text.partition(f"\n## {scheme}\n")
-        assert found, scheme
-        assert f"(urls.md#{scheme})" in section.partition("\n## ")[0]
+def test_every_transport_has_a_page_with_its_parameters(generate: ModuleType) -> None:
+    schemes = generate.bundled()
+    assert {"memory", "shm", "tcp"} <= set(schemes)
+    for scheme in schemes:
+        assert f"<!-- generated: parameters {scheme} -->" in text_of(
+            f"docs/transports/{generate.page_of(scheme)}.md"
+        )
+        assert f"](transports/{generate.page_of(scheme)}.md)" in text_of("docs/urls.md")
 
 
 @pytest.mark.parametrize("package", ["autograd", "moe", "training"])

@@ -153,3 +153,64 @@ async def test_bad_arguments() -> None:
             assert text in str(error)
 
     await run_ranks(2, body)
+
+
+async def test_receive_from_any(url: str) -> None:
+    async def body(comm: AsyncCommunicator) -> None:
+        if comm.rank == 0:
+            sources = []
+            for _ in range(4):
+                value, source = await comm.recv_any(tag=3)
+                assert value.tolist() == [source] * 3
+                sources.append(source)
+            assert sorted(sources) == [1, 1, 2, 2]
+            out = np.zeros(3, dtype=np.int64)
+            same, source = await comm.recv_any(tag=4, out=out)
+            assert same is out
+            assert source == 2
+        else:
+            for _ in range(2):
+                await comm.send(np.full(3, comm.rank), 0, tag=3)
+            if comm.rank == 2:
+                await comm.send(np.full(3, 7), 0, tag=4)
+        await comm.barrier()
+
+    await run_ranks(3, body, url=url)
+
+
+async def test_receive_from_any_waits_its_turn_and_leaves_others_theirs(url: str) -> None:
+    async def body(comm: AsyncCommunicator) -> None:
+        if comm.rank:
+            await comm.barrier()
+            await comm.send(np.array([10 * comm.rank]), 0)
+            await comm.send(np.array([10 * comm.rank + 1]), 0)
+            return
+        from_one = asyncio.ensure_future(comm.recv(1))
+        from_any = asyncio.ensure_future(comm.recv_any())
+        with pytest.raises(CollectiveTimeoutError) as timeout:
+            await comm.recv_any(tag=9, timeout=0.05)
+        assert timeout.value.missing == (1, 2)
+        await comm.barrier()
+        assert (await from_one).tolist() == [10]  # it was called first
+        value, source = await from_any
+        assert value.tolist() == [{1: 11, 2: 20}[source]]
+        rest = {1: [11], 2: [21]} if source == 2 else {2: [20, 21]}
+        for rank, values in rest.items():
+            assert [(await comm.recv(rank)).item() for _ in values] == values
+
+    await run_ranks(3, body, url=url)
+
+
+async def test_receive_from_any_goes_on_while_one_may_send(url: str) -> None:
+    async def body(comm: AsyncCommunicator) -> None:
+        if comm.rank == 0:
+            value, source = await comm.recv_any()
+            assert (value.tolist(), source) == ([5], 2)
+            with pytest.raises(PeerLostError):
+                await comm.recv_any()
+        elif comm.rank == 2:
+            with pytest.raises(PeerLostError):
+                await comm.recv(1)  # rank 1 is gone
+            await comm.send(np.array([5]), 0)
+
+    await run_ranks(3, body, url=url)

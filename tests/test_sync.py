@@ -97,6 +97,22 @@ def test_started_calls(url: str) -> None:
     in_threads(2, body, url)
 
 
+def test_started_calls_come_before_later_blocking_ones(url: str) -> None:
+    def body(comm: sync.Communicator) -> None:
+        for round in range(30):
+            if comm.rank == 0:
+                started = comm.start.all_reduce_sum(np.array([round]))
+                gathered = comm.all_gather_int(np.array([comm.rank]))
+                total = started.wait()
+            else:  # the same calls in the same order
+                total = comm.all_reduce_sum(np.array([round]))
+                gathered = comm.all_gather_int(np.array([comm.rank]))
+            assert total.tolist() == [2 * round]
+            assert gathered.tolist() == [0, 1]
+
+    in_threads(2, body, url)
+
+
 def test_threads_share_a_communicator(url: str) -> None:
     def body(comm: sync.Communicator) -> None:
         def worker(i: int) -> None:

@@ -22,7 +22,7 @@ COMMANDS = {
     "run": "run a program on several ranks of this host",
     "doctor": "say what is installed, which transports work, and test them",
     "bench": "measure collectives",
-    "tune": "find the best algorithms and parameters for this machine",
+    "tune": "measure what messages cost on this machine, for the choice of algorithms",
     "trace": "join the flight records of all ranks, or say in words who waits for whom",
 }
 

@@ -111,18 +111,25 @@ def _examine(info: PluginInfo, test: bool) -> dict[str, Any]:
         return {**found, "detail": reason}
     if getattr(plugin, "wraps", False):
         return {**found, "status": "wrapper", "detail": f"goes around another transport: {info.scheme}+…://"}
+    needs = getattr(plugin, "needs", "")
+    if needs:  # no example works without what only its user has
+        return {**found, "status": "usable", "detail": f"needs {needs}"}
     if not test:
         return {**found, "status": "usable"}
     if plugin.rank_per == "engine":
         return {**found, "status": "usable", "detail": f"{plugin.summary}; not tested without them"}
     try:
-        return {**found, "status": "works", "latency": _self_test(plugin)}
+        latency, links = _self_test(plugin)
+        detail = f"{plugin.summary}; between two ranks here: {', '.join(links)}" if links else ""
+        return {**found, "status": "works", "latency": latency, "detail": detail}
     except RudaError as error:
         return {**found, "status": "failed", "detail": " ".join(str(error).split())}
 
 
-def _self_test(plugin: Any) -> float:
-    """Seconds per 8-byte all-reduce between two ranks over the plugin's example.
+def _self_test(plugin: Any) -> tuple[float, list[str]]:
+    """Two ranks over the plugin's example: the seconds per 8-byte all-reduce, and what links were taken.
+
+    The latter for a transport that chooses: the schemes under ``links`` of its `Transport.describe`.
 
     Raises:
         RudaError: they did not connect, or summed wrongly.
@@ -131,11 +138,13 @@ def _self_test(plugin: Any) -> float:
     from ..launch.spawn import spawn
 
     threads = plugin.rank_per == "task"
-    latencies: list[float] = spawn(_probe, 2, fresh_url(plugin), timeout=_LIMIT, threads=threads)
-    return max(latencies)
+    found: list[tuple[float, list[str]]] = spawn(
+        _probe, 2, fresh_url(plugin), timeout=_LIMIT, threads=threads
+    )
+    return max(latency for latency, _ in found), found[0][1]
 
 
-def _probe() -> float:
+def _probe() -> tuple[float, list[str]]:
     """One rank of the self-test."""
     import numpy as np
 
@@ -150,7 +159,8 @@ def _probe() -> float:
             seconds.append(time.perf_counter() - start)
             if total.item() != 2 * i + 1:
                 raise RudaError(f"all_reduce_sum of {i} and {i + 1} gave {total.item():g}", rank=comm.rank)
-    return statistics.median(seconds[_WARM_UP:])
+        links = list(comm.describe()["transport"].get("links", ()))
+    return statistics.median(seconds[_WARM_UP:]), links
 
 
 # ---------------------------------------------------------------------- printing

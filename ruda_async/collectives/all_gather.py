@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ..tensors import TensorSpec, adapter_for
+from . import hierarchical
 from .messages import (
     WINDOW,
     Buffers,
@@ -185,6 +186,14 @@ async def bruck(link: Link, out: memoryview, shard_nbytes: int) -> None:
         distance *= 2
 
 
+#: Those that find this rank's shard in place, by name.
+_IN_PLACE = {
+    "ring": ring,
+    "recursive_doubling": recursive_doubling,
+    "hierarchical": hierarchical.all_gather,
+}
+
+
 # ---------------------------------------------------------------------- the request
 
 
@@ -285,7 +294,7 @@ class AllGather(Generic[T]):
         else:
             if mine is not None:
                 await copy_all(link, own, mine)
-            await (ring if algorithm == "ring" else recursive_doubling)(link, out, nbytes)
+            await _IN_PLACE[algorithm](link, out, nbytes)
         result: T = target.finish()
         if self._out is not None:
             return self._out

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ..tensors import adapter_for
+from . import hierarchical_reduce
 from .barrier import dissemination
 from .messages import copy_all, message_limit, peers, same_memory, scratch, separate
 from .recursive import rabenseifner, recursive_doubling
@@ -92,8 +93,8 @@ class AllReduce(Generic[T]):
             )
         else:
             algorithm = plan.algorithm(link)
-            if algorithm == "ring" and plan.exact:
-                algorithm = "exact_ring"
+            if plan.exact and algorithm in _EXACT:
+                algorithm = _EXACT[algorithm]
             await _ALGORITHMS[algorithm](link, plan.reducer, source, out)
         return target.finish()
 
@@ -183,4 +184,8 @@ _ALGORITHMS: Mapping[str, Algorithm] = {
     "ring": ring,
     "shared": shared_all_reduce,
     "exact_ring": exact_ring,
+    "hierarchical": hierarchical_reduce.all_reduce,
+    "exact_hierarchical": hierarchical_reduce.exact_all_reduce,
 }
+#: The forms of those that add in an order of their own which keep to the documented one.
+_EXACT = {"ring": "exact_ring", "hierarchical": "exact_hierarchical"}

@@ -6,7 +6,7 @@ pair, and no exchange of counts, since a message's length tells its rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import lru_cache
 from struct import Struct
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from ..errors import ProtocolError, TensorContractError
 from ..tensors import TensorSpec, adapter_for
 from ..traits import VariableTensorExchange
+from . import hierarchical
 from .messages import (
     UNLIMITED,
     copy_all,
@@ -221,6 +222,15 @@ class Rows(Generic[T]):
         return VariableTensorExchange(value if self._out is None else self._out, self.counts)
 
 
+_ALGORITHMS: Mapping[
+    str, Callable[[Link, Sequence[memoryview], int, Callable[[list[int]], memoryview]], Awaitable[None]]
+] = {
+    "hierarchical": hierarchical.all_to_all_v,
+    "pairwise": uneven,
+    "shared": shared_uneven,
+}
+
+
 # ---------------------------------------------------------------------- the request
 
 
@@ -261,7 +271,8 @@ class AllToAllV(Generic[T]):
     The result is ``VariableTensorExchange([sum(receive_counts), …], receive_counts)``, rows in the order
     of their sources. Every rank enters, with zero rows too.
 
-    Within a byte budget (`Settings.max_bytes`) messages are of whole rows and all ranks join all rounds.
+    Within a byte budget (`Settings.max_bytes`) messages are of whole rows and go straight to their ranks, and
+    all ranks join all rounds.
 
     The exchange is the pairwise one of Thakur, Rabenseifner & Gropp (2005), with all steps under way at
     once.
@@ -325,13 +336,12 @@ class AllToAllV(Generic[T]):
         outgoing = split(source, [count * unit for count in self._counts])
         rows = Rows(link, self.operation, adapter, self._value, plan.result, unit, self._out, self._target)
         limit = message_limit(link)
+        algorithm = plan.algorithm(link) if limit == UNLIMITED else ""
         if native is not None:
             lengths = await native.exchange_lengths(link, [len(block) for block in outgoing], unit)
             await native.run(link, source, rows.place(lengths), owned=self._out is None)
-        elif limit == UNLIMITED and plan.algorithm(link) == "shared":
-            await shared_uneven(link, outgoing, unit, rows.place)
         elif limit == UNLIMITED:
-            await uneven(link, outgoing, unit, rows.place)
+            await _ALGORITHMS[algorithm](link, outgoing, unit, rows.place)
         elif limit < unit:
             raise TensorContractError(
                 f"{self.operation}: one row has {unit} bytes, and the transport's largest message "

@@ -1,23 +1,17 @@
-"""Which algorithm a collective runs, and why.
+"""Which algorithm a collective runs, and why: the one that `costs` says is the fastest.
 
-One table per operation. Rows are tried from the top, the first that applies is taken, and each says its
-reason in words, so that `Communicator.explain` can. Thresholds are given in *pipes*: latency times
-bandwidth, the bytes that fit on the wire while one message travels. A message much smaller than that
-costs its latency, a much larger one its bytes. All ranks decide alike, because all that the decision
-rests on is agreed: the fingerprint carries the arguments and the transport's capabilities are shared.
-
-The thresholds follow Thakur, Rabenseifner & Gropp, "Optimization of Collective Communication Operations
-in MPICH" (2005), moved to where pipelined direct exchange beats recursion on an event loop.
+All ranks decide alike, because all that the decision rests on is agreed: the fingerprint carries the
+arguments, and the numbers of the transport are rank 0's on every rank (see `ruda_async.tuning`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import ConfigError
 from ..tensors import dtype_of
+from .costs import CANDIDATES, Candidate, case_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,10 +24,17 @@ __all__ = ["Choice", "NativeChoice", "choose", "choose_provider", "known_algorit
 
 
 class Choice(NamedTuple):
-    """The outcome: an algorithm's name and the reason, as half a sentence for people."""
+    """The outcome.
+
+    Attributes:
+        algorithm: its name.
+        reason: half a sentence for people.
+        estimates: all that can run and the seconds that the model gives them, the fastest first.
+    """
 
     algorithm: str
     reason: str
+    estimates: tuple[tuple[str, float], ...]
 
 
 class NativeChoice(NamedTuple):
@@ -48,207 +49,12 @@ class NativeChoice(NamedTuple):
     reason: str
 
 
-class _Case(NamedTuple):
-    """One call, as the tables see it.
-
-    Attributes:
-        nbytes: bytes of this rank's input.
-        size: the number of ranks.
-        pipe: bytes under way at once, ``latency * bandwidth``.
-        segment: the payload at which throughput has levelled off.
-        exact: whether the documented order of summation is asked for.
-        wide: bytes that an algorithm sends where it has to send unrounded partial results.
-        shared: whether all ranks see the same memory, and messages are not limited in size.
-    """
-
-    nbytes: int
-    size: int
-    pipe: float
-    segment: int
-    exact: bool
-    wide: int
-    shared: bool
-
-
-class _Row(NamedTuple):
-    algorithm: str
-    applies: Callable[[_Case], bool]
-    reason: str
-
-
-def _always(_: _Case) -> bool:
-    return True
-
-
-def _power_of_two(case: _Case) -> bool:
-    return case.size & (case.size - 1) == 0
-
-
-#: From this size on, telling where tensors lie costs less than sending them.
-_SHARED = 320 * 1024
-
-_TABLES: dict[str, tuple[_Row, ...]] = {
-    "all_reduce": (
-        _Row(
-            "shared",
-            lambda c: c.shared and c.nbytes >= _SHARED,
-            "all ranks see the same memory: each adds its part from where the inputs lie",
-        ),
-        _Row(
-            "direct",
-            lambda c: c.size <= 2 and c.nbytes <= 16 * c.pipe,
-            "one round is fastest while both ranks can add everything",
-        ),
-        _Row(
-            "direct",
-            lambda c: c.size <= 8 and (c.size - 1) * c.nbytes <= c.pipe,
-            "few ranks and few bytes: one round saves more than the repeated additions cost",
-        ),
-        _Row(
-            "recursive_doubling",
-            lambda c: c.wide <= c.pipe / 2,
-            "few bytes: log2(ranks) rounds are the least latency",
-        ),
-        _Row(
-            "ring",
-            lambda c: not c.exact and c.size > 8 and c.nbytes >= c.size * c.segment,
-            "any order is allowed and the message is long: a ring keeps every link busy with one peer",
-        ),
-        _Row(
-            "rabenseifner",
-            lambda c: c.size > 4 and c.wide <= 4 * c.pipe,
-            "halving and doubling take log2(ranks) rounds and move each byte about twice",
-        ),
-        _Row(
-            "pairwise",
-            _always,
-            "many bytes: each rank sums its shard, pipelined, at the least traffic there is",
-        ),
-    ),
-    "reduce_scatter": (
-        _Row(
-            "shared",
-            lambda c: c.shared and c.nbytes >= _SHARED,
-            "all ranks see the same memory: each adds its part from where the inputs lie",
-        ),
-        _Row(
-            "recursive_halving",
-            lambda c: c.size > 4 and _power_of_two(c) and c.wide <= 4 * c.pipe,
-            "few bytes on a power of two of ranks: log2(ranks) rounds are the least latency",
-        ),
-        _Row(
-            "ring",
-            lambda c: not c.exact and c.size > 8 and c.nbytes >= c.size * c.segment,
-            "any order is allowed and the message is long: a ring keeps every link busy with one peer",
-        ),
-        _Row("pairwise", _always, "each rank receives its shard from all, pipelined, in one round"),
-    ),
-    "reduce": (
-        _Row(
-            "shared",
-            lambda c: c.shared and c.nbytes >= _SHARED,
-            "all ranks see the same memory: each adds its part from where the inputs lie",
-        ),
-        _Row(
-            "direct",
-            lambda c: c.size <= 4 and c.nbytes <= c.pipe,
-            "few ranks and few bytes: the root takes all inputs in one round",
-        ),
-        _Row(
-            "binomial", lambda c: c.wide <= 4 * c.pipe, "few bytes: a binomial tree takes log2(ranks) rounds"
-        ),
-        _Row(
-            "reduce_scatter_gather",
-            _always,
-            "many bytes: all ranks share the additions and the root's link carries each byte once",
-        ),
-    ),
-    "all_gather": (
-        _Row(
-            "shared",
-            lambda c: c.shared and c.nbytes >= _SHARED,
-            "all ranks see the same memory: each copies what it needs from where it lies",
-        ),
-        _Row(
-            "direct",
-            lambda c: c.size <= 4 or (c.size <= 8 and c.nbytes <= c.pipe),
-            "few ranks: every shard goes straight to everyone in one round",
-        ),
-        _Row(
-            "recursive_doubling",
-            lambda c: c.size * c.nbytes <= 2 * c.pipe,
-            "few bytes: log2(ranks) rounds (Bruck's form where the ranks are no power of two)",
-        ),
-        _Row("ring", _always, "many bytes: a ring keeps every link busy with one peer"),
-    ),
-    "all_gather_v": (
-        _Row(
-            "shared", lambda c: c.shared, "all ranks see the same memory: long blocks are copied from there"
-        ),
-        _Row("direct", lambda c: c.size <= 8, "few ranks: every shard goes straight to everyone"),
-        _Row("ring", _always, "many ranks: a ring keeps every link busy with one peer"),
-    ),
-    "broadcast": (
-        _Row(
-            "shared",
-            lambda c: c.shared and c.nbytes >= _SHARED,
-            "all ranks see the same memory: each copies what it needs from where it lies",
-        ),
-        _Row(
-            "binomial",
-            lambda c: c.size <= 2 or c.nbytes <= 8 * c.pipe,
-            "few ranks or few bytes: a binomial tree takes log2(ranks) rounds",
-        ),
-        _Row(
-            "scatter_all_gather",
-            _always,
-            "many bytes: the root sends each byte once and all ranks pass the pieces on",
-        ),
-    ),
-    "gather": (
-        _Row("direct", lambda c: c.size <= 8, "few ranks: every shard goes straight to the root"),
-        _Row("binomial", _always, "many ranks: a binomial tree spares the root most messages"),
-    ),
-    "scatter": (
-        _Row("direct", lambda c: c.size <= 8, "few ranks: every shard comes straight from the root"),
-        _Row("binomial", _always, "many ranks: a binomial tree spares the root most messages"),
-    ),
-    "all_to_all": (
-        _Row(
-            "shared",
-            lambda c: c.shared and c.nbytes >= _SHARED,
-            "all ranks see the same memory: each copies what it needs from where it lies",
-        ),
-        _Row(
-            "bruck",
-            lambda c: c.size >= 8 and c.nbytes <= 256 * c.size,
-            "at most 256 bytes a pair on many ranks: log2(ranks) rounds of joined blocks",
-        ),
-        _Row("pairwise", _always, "every block goes straight to its rank"),
-    ),
-    "all_to_all_v": (
-        _Row(
-            "shared", lambda c: c.shared, "all ranks see the same memory: long blocks are copied from there"
-        ),
-        _Row("pairwise", _always, "every block goes straight to its rank"),
-    ),
-    "barrier": (_Row("dissemination", _always, "log2(ranks) rounds of empty messages"),),
+_ALGORITHMS: dict[str, dict[str, Candidate]] = {
+    operation: {candidate.algorithm: candidate for candidate in candidates}
+    for operation, candidates in CANDIDATES.items()
 }
-
-#: Where an algorithm that is asked for by name still cannot run: what it needs, and the test.
-_NEEDS: dict[tuple[str, str], tuple[Callable[[_Case], bool], str]] = {
-    ("reduce_scatter", "recursive_halving"): (_power_of_two, "a power of two of ranks"),
-    ("reduce_scatter", "ring"): (lambda c: not c.exact, 'order="any"'),
-    **{
-        (operation, "shared"): (lambda c: c.shared, "memory that all ranks see, and no byte budget")
-        for operation, rows in _TABLES.items()
-        if any(row.algorithm == "shared" for row in rows)
-    },
-}
-
-_ALGORITHMS: dict[str, frozenset[str]] = {
-    operation: frozenset(row.algorithm for row in rows) for operation, rows in _TABLES.items()
-}
+#: What an algorithm needs to be picked may be more than what it needs to run: these run in any order.
+_RUNS_EXACTLY = frozenset((("all_reduce", "ring"),))
 _KNOWN: tuple[str, ...] = tuple(sorted(frozenset().union(*_ALGORITHMS.values())))
 
 
@@ -272,13 +78,13 @@ def choose(
 
     Args:
         operation: the canonical name, such as ``"all_reduce"``.
-        nbytes: bytes of this rank's input (for a broadcast: of the tensor; for a scatter: of the shard).
+        nbytes: bytes of this rank's input (for a broadcast: of the tensor).
         size: the number of ranks.
         capabilities: the transport's.
         settings: ``algorithm`` is taken where this operation has one of that name and it can run.
         exact: sums have to be in the documented order.
         widens: partial results take twice the bytes of the elements (half-precision sums).
-        providers: the transport's; `choose_provider` has asked them, and none takes this call.
+        providers: the transport's; their names are no algorithms', and no mistake.
 
     Raises:
         ConfigError: the operation, or the algorithm that `settings` names, is not known.
@@ -286,7 +92,8 @@ def choose(
     wanted = settings.algorithm
     if wanted is not None and any(provider.name == wanted for provider in providers):
         wanted = None
-    return _choose(operation, nbytes, size, capabilities, wanted, exact, widens, settings.max_bytes is None)
+    unbounded = settings.max_bytes is None
+    return _choose(operation, nbytes, size, capabilities, wanted, exact, widens, unbounded)
 
 
 def choose_provider(
@@ -345,28 +152,25 @@ def _choose(
     widens: bool,
     unbounded: bool,
 ) -> Choice:
-    rows = _TABLES.get(operation)
-    if rows is None:
-        raise ConfigError(f"no operation is called {operation!r}; there are {', '.join(sorted(_TABLES))}")
+    candidates = _ALGORITHMS.get(operation)
+    if candidates is None:
+        raise ConfigError(f"no operation is called {operation!r}; there are {', '.join(sorted(_ALGORITHMS))}")
     if wanted is not None and wanted not in _KNOWN:
         raise ConfigError(f"algorithm={wanted!r} is not known; there are {', '.join(_KNOWN)}")
-    case = _Case(
-        nbytes,
-        size,
-        capabilities.latency * capabilities.bandwidth,
-        capabilities.segment_bytes,
-        exact,
-        2 * nbytes if widens else nbytes,
-        capabilities.shared_memory and unbounded,
+    case = case_of(nbytes, size, capabilities, widens, unbounded)
+    estimates = sorted(
+        ((c.algorithm, c.seconds(case)) for c in candidates.values() if c.can_run(case, exact)),
+        key=lambda estimate: estimate[1],
     )
     passed_over = ""
     if wanted is not None:
-        if wanted in _ALGORITHMS[operation]:
-            can_run, need = _NEEDS.get((operation, wanted), (_always, ""))
-            if can_run(case):
-                return Choice(wanted, f"asked for by algorithm={wanted!r}")
-            passed_over = f" (algorithm={wanted!r} needs {need})"
-        else:
+        named = candidates.get(wanted)
+        if named is None:
             passed_over = f" (algorithm={wanted!r} is not one for {operation})"
-    row = next(row for row in rows if row.applies(case))
-    return Choice(row.algorithm, row.reason + passed_over)
+        elif (operation, wanted) in _RUNS_EXACTLY or named.can_run(case, exact):
+            return Choice(wanted, f"asked for by algorithm={wanted!r}", tuple(estimates))
+        else:
+            passed_over = f" (algorithm={wanted!r} needs {named.needs})"
+    able = [candidate for candidate in candidates.values() if candidate.can_run(case, exact)]
+    best = next((c for c in able if c.first(case)), None) or candidates[estimates[0][0]]
+    return Choice(best.algorithm, best.reason + passed_over, tuple(estimates))

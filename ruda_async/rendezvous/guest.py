@@ -11,7 +11,7 @@ import socket
 import time
 
 from ..errors import AuthenticationError, CollectiveTimeoutError, ProtocolError, RudaError
-from ..transport.handshake import address_text, prove, write_all
+from ..transport.handshake import Peer, address_text, authenticate, write_all
 from ..transport.job import Job, Meeting
 from . import limits
 from .records import (
@@ -95,16 +95,23 @@ class Guest:
         # Without other ports to try, a connection that waits to be accepted waits as long as it takes.
         patience = time.monotonic() + limits.PATIENCE if len(job.ports) > 1 else job.deadline
         try:
-            await prove(sock, job.secret, server=False, context=CONTEXT, deadline=min(patience, job.deadline))
+            link = await authenticate(
+                job,
+                sock,
+                server=False,
+                context=CONTEXT,
+                deadline=min(patience, job.deadline),
+                name="" if isinstance(self.address, str) else self.address[0],
+            )
         except CollectiveTimeoutError:
             raise ConnectionError("it took the connection and did not answer") from None
         ask = None
         try:
             async with asyncio.timeout(job.deadline - time.monotonic() + 2 * limits.GRACE) as limit:
                 join = Join(job.name, job.rank, job.world_size, self.payload)
-                await write_all(loop, sock, join.pack())
-                ask = loop.call_later(job.deadline - time.monotonic(), _ask, sock)
-                return await self._hear(loop, sock, where)
+                await write_all(loop, link, join.pack())
+                ask = loop.create_task(_ask(loop, link, job.deadline))
+                return await self._hear(loop, link, where)
         except TimeoutError:
             if not limit.expired():  # told so by rank 0, or by the network
                 raise
@@ -117,7 +124,7 @@ class Guest:
             if ask is not None:
                 ask.cancel()
 
-    async def _hear(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, where: str) -> Meeting:
+    async def _hear(self, loop: asyncio.AbstractEventLoop, sock: Peer, where: str) -> Meeting:
         """Take rank 0's records until it says go."""
         size = self.job.world_size
         meeting: Meeting | None = None
@@ -150,6 +157,7 @@ class Guest:
         )
 
 
-def _ask(sock: socket.socket) -> None:
+async def _ask(loop: asyncio.AbstractEventLoop, sock: Peer, deadline: float) -> None:
+    await asyncio.sleep(deadline - time.monotonic())
     with contextlib.suppress(OSError):
-        sock.send(ASK)
+        await write_all(loop, sock, ASK)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from ..errors import CollectiveTimeoutError, ConfigError, RudaError
 from ..transport import wire
-from ..transport.handshake import address_text, prove, read_exactly, write_all
+from ..transport.handshake import Peer, address_text, authenticate, read_exactly, write_all
 from ..transport.job import Job, Meeting
 from . import limits
 from .records import (
@@ -34,7 +34,7 @@ __all__ = ["Host"]
 class _Member:
     """A rank that has joined, while its connection lives."""
 
-    def __init__(self, join: Join, sock: socket.socket, address: str) -> None:
+    def __init__(self, join: Join, sock: Peer, address: str) -> None:
         self.join = join
         self.sock = sock
         self.address = address
@@ -119,7 +119,9 @@ class Host:
             meeting = Meeting(payloads, os.urandom(16))
             for member in members:
                 member.unconfirmed += 1
-            await self._tell(wire.pack_record({"kind": "welcome", **meeting._asdict()}))
+            await self._tell(
+                wire.pack_record({"kind": "welcome", "session": meeting.session, "payloads": payloads})
+            )
             while self.changes == changes and any(member.unconfirmed for member in members):
                 await self._change()
             if self.changes == changes:
@@ -208,18 +210,18 @@ class Host:
         deadline = min(self.job.deadline, time.monotonic() + limits.PATIENCE)
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
-                await prove(sock, self.job.secret, server=True, context=CONTEXT, deadline=deadline)
-                record = await read_record(sock, MAX_PAYLOAD + OVERHEAD)
+                link = await authenticate(self.job, sock, server=True, context=CONTEXT, deadline=deadline)
+                record = await read_record(link, MAX_PAYLOAD + OVERHEAD)
         except OSError as error:  # and, by inheritance, all that `prove` and `wire` raise
             self._drop(str(error) or f"{address} did not join in time")
             return
         self._strangers.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
         try:
-            member = self._admit(Join.of(record), sock, address)
+            member = self._admit(Join.of(record), link, address)
         except RudaError as error:
             self._refused.append(str(error))
             with contextlib.suppress(OSError):
-                await write_all(self._loop, sock, refusal(error))
+                await write_all(self._loop, link, refusal(error))
             return
         try:
             await self._follow(member)
@@ -228,7 +230,7 @@ class Host:
         finally:
             self._leave(member)
 
-    def _admit(self, join: Join, sock: socket.socket, address: str) -> _Member:
+    def _admit(self, join: Join, sock: Peer, address: str) -> _Member:
         """Give a rank its place.
 
         Raises:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from typing import Any, NamedTuple
 
 from ..errors import CollectiveTimeoutError, ConfigError, ProtocolError, RudaError
 from ..transport import wire
-from ..transport.handshake import read_exactly, read_into
+from ..transport.handshake import Peer, read_exactly, read_into
 
 __all__ = [
     "ASK",
@@ -109,7 +108,7 @@ def refused_error(record: dict[str, Any], where: str) -> RudaError:
     return kind(text, rank=ranks[0] if ranks else None)
 
 
-async def read_record(sock: socket.socket, limit: int) -> dict[str, Any]:
+async def read_record(sock: Peer, limit: int) -> dict[str, Any]:
     """The next record of a connection, of at most `limit` bytes.
 
     Raises:

@@ -99,6 +99,8 @@ async def listen(job: Job, address: Address) -> socket.socket:
         try:
             return _bind(family, name, job.world_size + limits.MAX_STRANGERS)
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise
             failures[address_text(name)] = error.strerror or str(error)
             if error.errno == errno.EADDRINUSE:
                 busy.add(port)

@@ -29,8 +29,9 @@ from .base import (
     no_peer,
 )
 from .framed import ByteStream, FramedParameters, FramedTransport, Terms, blocking
-from .handshake import prove, read_exactly
-from .job import Job, Meeting, Secret
+from .handshake import address_text, prove, read_exactly
+from .job import Connection, Job, Meeting, Secret, StreamWrapper
+from .locality import host_identity, host_numbers
 from .matching import (
     Arrived,
     Inbox,
@@ -46,7 +47,7 @@ from .mesh import MAX_STRANGERS, Endpoint, Mesh
 from .parameters import extract_parameters, merge_parameters, param
 from .provider import NativeCall, NativeGroup, NativeReducer, Provider
 from .regions import Regions
-from .registry import WrapperPlugin, get_plugin
+from .registry import WrapperPlugin, composable_plugins, get_plugin
 from .threads import in_thread
 
 __all__ = [
@@ -62,6 +63,7 @@ __all__ = [
     "CollectiveTimeoutError",
     "CommunicatorClosedError",
     "ConfigError",
+    "Connection",
     "DeviceBuffer",
     "Endpoint",
     "Envelope",
@@ -84,18 +86,23 @@ __all__ = [
     "Regions",
     "RudaError",
     "Secret",
+    "StreamWrapper",
     "Terms",
     "Transport",
     "TransportUnavailableError",
     "UnexpectedMessage",
     "WrapperPlugin",
+    "address_text",
     "awaitable",
     "blocking",
+    "composable_plugins",
     "copy",
     "extract_parameters",
     "fail_future",
     "gather_bytes",
     "get_plugin",
+    "host_identity",
+    "host_numbers",
     "in_thread",
     "merge_parameters",
     "never_stale",

@@ -91,6 +91,11 @@ class Capabilities:
         segment_bytes: the payload size at which throughput has levelled off; pipelines cut to this.
         latency: seconds for an empty message, one way.
         bandwidth: bytes per second one way, for large messages.
+        hosts: the number of each rank's host, counted from 0, where several ranks share one and there are
+            several; else None. Links within a host are taken to be faster than those between hosts.
+        overhead: seconds that each further message costs a rank that sends or receives several at once, or
+            None for a usual share of the latency.
+        reduction: bytes per second that a rank adds to others.
     """
 
     ordered: bool = True
@@ -103,6 +108,9 @@ class Capabilities:
     segment_bytes: int = 512 * 1024
     latency: float = 20e-6
     bandwidth: float = 2e9
+    hosts: tuple[int, ...] | None = None
+    overhead: float | None = None
+    reduction: float = 8e9
 
 
 class Ready:
@@ -179,7 +187,10 @@ class Transport(Protocol):
         ...
 
     def describe(self) -> dict[str, object]:
-        """A few facts for people: scheme, addresses, links, parameters. No secrets."""
+        """A few facts for people: scheme, addresses, parameters. No secrets.
+
+        A transport that chooses among others says under ``links`` which it took: scheme → peers.
+        """
         ...
 
     def stats(self) -> dict[int, dict[str, int]]:
@@ -207,6 +218,11 @@ class Plugin(Protocol):
         example: a URL that works on one host for the self-test and the docs, without rank and
             world size.
         preference: among transports that can serve, the highest is taken where no scheme is named.
+        needs: optional: what the user has to give before any URL works, so that there is no self-test.
+
+    A plugin may also have the attribute ``reach``, ``"host"`` where its links end at this host (see
+    `host_identity`), or ``"network"``. It promises to link up with the ranks of `Meeting.peers` alone, and so
+    can be one of several transports in a job that takes the best link for each pair of ranks.
 
     A plugin whose transports have providers also has the attribute ``provider_names``, a tuple of the names
     that ``algorithm=`` then takes.

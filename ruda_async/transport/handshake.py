@@ -23,14 +23,27 @@ import os
 import socket
 import struct
 import time
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..errors import AuthenticationError, CollectiveTimeoutError, ProtocolError
-from .job import Secret
+from .job import Connection, Job, Secret
 
-__all__ = ["VERSION", "address_text", "peer_text", "prove", "read_exactly", "read_into", "write_all"]
+__all__ = [
+    "VERSION",
+    "Peer",
+    "address_text",
+    "authenticate",
+    "peer_text",
+    "prove",
+    "read_exactly",
+    "read_into",
+    "write_all",
+]
 
 VERSION = 1
+
+#: What a proof runs over.
+Peer: TypeAlias = "socket.socket | Connection"
 
 _MAGIC = b"RUDA"
 _NONCE = 32
@@ -39,12 +52,45 @@ _LEAD = len(_MAGIC) + 1
 _GIVEN_UP = bytes(_MAC)
 _REFUSED, _ACCEPTED = b"\0", b"\1"
 _SHOWN = 16
+#: A TLS record that holds a client's greeting, and the one that says, in TLS, that nobody here speaks it:
+#: a fatal alert, "protocol version" (RFC 8446, section 6).
+_TLS_HELLO = b"\x16\x03"
+_TLS_ALERT = b"\x15\x03\x03\x00\x02\x02\x46"
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
-async def prove(
-    sock: socket.socket, secret: Secret, *, server: bool, context: bytes, deadline: float
-) -> None:
+async def authenticate(
+    job: Job, sock: socket.socket, *, server: bool, context: bytes, deadline: float, name: str = ""
+) -> Peer:
+    """Secure a new connection, where the transport does so, and prove the job's secret over it.
+
+    Args:
+        name: for the client: the host that it dialled, as the URL or the peer calls it.
+
+    Returns:
+        What is to be used from here on: the socket itself, or what secures it.
+
+    Raises:
+        As `prove`; and `AuthenticationError` and `ProtocolError` for what is wrong with the security.
+    """
+    if job.secure is None:
+        await prove(sock, job.secret, server=server, context=context, deadline=deadline)
+        return sock
+    try:
+        async with asyncio.timeout(deadline - time.monotonic()) as limit:
+            connection = await job.secure(sock, server, name)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise CollectiveTimeoutError(
+            f"{peer_text(sock)} did not finish securing the connection before the deadline; it hangs, or it "
+            "is another service"
+        ) from None
+    await prove(connection, job.secret, server=server, context=context, deadline=deadline)
+    return connection
+
+
+async def prove(sock: Peer, secret: Secret, *, server: bool, context: bytes, deadline: float) -> None:
     """Prove `secret` to the peer of a connected, non-blocking socket, and have the peer prove it.
 
     Either side leaves no byte of the connection read or written beyond the handshake. After an error or a
@@ -78,10 +124,16 @@ async def prove(
 
 
 async def _prove_as_server(
-    loop: asyncio.AbstractEventLoop, sock: socket.socket, secret: Secret, context: bytes
+    loop: asyncio.AbstractEventLoop, sock: Peer, secret: Secret, context: bytes
 ) -> None:
     lead = await read_exactly(loop, sock, _LEAD)
     if not lead.startswith(_MAGIC):
+        if lead.startswith(_TLS_HELLO):
+            with contextlib.suppress(OSError):
+                await write_all(loop, sock, _TLS_ALERT)
+            raise ProtocolError(
+                f"{peer_text(sock)} speaks TLS, and this rank does not; use the same scheme on all ranks"
+            )
         raise ProtocolError(
             f"{peer_text(sock)} sent {_first_bytes(sock, lead)!r}, which is not a ruda-async handshake"
         )
@@ -109,12 +161,16 @@ async def _prove_as_server(
 
 
 async def _prove_as_client(
-    loop: asyncio.AbstractEventLoop, sock: socket.socket, secret: Secret, context: bytes
+    loop: asyncio.AbstractEventLoop, sock: Peer, secret: Secret, context: bytes
 ) -> None:
     ours = os.urandom(_NONCE)
     await write_all(loop, sock, _MAGIC + bytes((VERSION,)) + ours)
     lead = await read_exactly(loop, sock, 1)
     if lead[0] != VERSION:
+        if lead == _TLS_ALERT[:1]:
+            raise ProtocolError(
+                f"{peer_text(sock)} speaks TLS, and this rank does not; use the same scheme on all ranks"
+            )
         raise ProtocolError(
             f"{peer_text(sock)} answered {_first_bytes(sock, lead)!r}, and the handshake of this version "
             f"starts with {bytes((VERSION,))!r}: it is another service, or has another version of ruda-async"
@@ -132,9 +188,11 @@ async def _prove_as_client(
         raise _unproved(sock, secret)
 
 
-def _check_user(sock: socket.socket) -> None:
+def _check_user(sock: Peer) -> None:
     """On a Unix socket, the kernel says whose process the peer is: it has to be this user's."""
-    if sock.family != getattr(socket, "AF_UNIX", None) or not hasattr(socket, "SO_PEERCRED"):
+    if not isinstance(sock, socket.socket) or sock.family != getattr(socket, "AF_UNIX", None):
+        return
+    if not hasattr(socket, "SO_PEERCRED"):
         return
     _, user, _ = _CREDENTIALS.unpack(
         sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -148,7 +206,7 @@ def _code(secret: Secret, label: bytes, nonces: bytes, context: bytes) -> bytes:
     return hmac.digest(secret.reveal(), label + nonces + context, "sha256")
 
 
-def _unproved(sock: socket.socket, secret: Secret) -> AuthenticationError:
+def _unproved(sock: Peer, secret: Secret) -> AuthenticationError:
     here = "" if secret else ", and it is not set on this one"
     return AuthenticationError(
         f"{peer_text(sock)} did not prove this job's secret; "
@@ -156,15 +214,17 @@ def _unproved(sock: socket.socket, secret: Secret) -> AuthenticationError:
     )
 
 
-def _first_bytes(sock: socket.socket, lead: bytes) -> bytes:
+def _first_bytes(sock: Peer, lead: bytes) -> bytes:
     """`lead` and whatever else has come already, up to a few bytes, for an error text."""
+    if not isinstance(sock, socket.socket):
+        return lead
     try:
         return lead + sock.recv(_SHOWN - len(lead))
     except OSError:
         return lead
 
 
-def peer_text(sock: socket.socket) -> str:
+def peer_text(sock: Peer) -> str:
     """The peer's address for error texts."""
     try:
         return address_text(sock.getpeername())
@@ -181,7 +241,7 @@ def address_text(address: Any) -> str:
     return f"unix:{'@' + path[1:] if path.startswith(chr(0)) else path}" if path else "a unix socket"
 
 
-async def read_exactly(loop: asyncio.AbstractEventLoop, sock: socket.socket, n: int) -> bytes:
+async def read_exactly(loop: asyncio.AbstractEventLoop, sock: Peer, n: int) -> bytes:
     """The next `n` bytes of a non-blocking socket. `n` is the caller's to bound: it is allocated at once.
 
     A cancelled read may have taken bytes, so the stream cannot be read on after it.
@@ -191,32 +251,43 @@ async def read_exactly(loop: asyncio.AbstractEventLoop, sock: socket.socket, n: 
     """
     if not n:
         return b""
-    data = await loop.sock_recv(sock, n)
-    if len(data) == n:
-        return data  # nearly always, and without a copy
-    if not data:
+    if not isinstance(sock, socket.socket):
+        data = bytearray(n)
+        await read_into(loop, sock, memoryview(data))
+        return bytes(data)
+    begun = await loop.sock_recv(sock, n)
+    if len(begun) == n:
+        return begun  # nearly always, and without a copy
+    if not begun:
         raise _closed(n)
-    rest = memoryview(bytearray(n - len(data)))
+    rest = memoryview(bytearray(n - len(begun)))
     await read_into(loop, sock, rest)
-    return data + rest
+    return begun + rest
 
 
-async def read_into(loop: asyncio.AbstractEventLoop, sock: socket.socket, view: memoryview) -> None:
+async def read_into(loop: asyncio.AbstractEventLoop, sock: Peer, view: memoryview) -> None:
     """Fill `view` (format ``B``) from a non-blocking socket; as `read_exactly`."""
     got = 0
     while got < len(view):
-        size = await loop.sock_recv_into(sock, view[got:])
+        rest = view[got:]
+        if isinstance(sock, socket.socket):
+            size = await loop.sock_recv_into(sock, rest)
+        else:
+            size = await sock.recv_into(rest)
         if not size:
             raise _closed(len(view) - got)
         got += size
 
 
-async def write_all(loop: asyncio.AbstractEventLoop, sock: socket.socket, data: bytes) -> None:
+async def write_all(loop: asyncio.AbstractEventLoop, sock: Peer, data: bytes) -> None:
     """Write all of `data` to a non-blocking socket.
 
     A cancelled write may have sent a part, so the stream cannot be written on after it.
     """
-    await loop.sock_sendall(sock, data)
+    if isinstance(sock, socket.socket):
+        await loop.sock_sendall(sock, data)
+    else:
+        await sock.sendall(data)
 
 
 def _closed(left: int) -> ConnectionError:

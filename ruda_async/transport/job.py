@@ -5,11 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from ..errors import CollectiveTimeoutError
 
-__all__ = ["Job", "Meeting", "Secret"]
+if TYPE_CHECKING:
+    import socket
+
+    from .framed.stream import ByteStream
+
+__all__ = ["Connection", "Job", "Meeting", "Secret", "Secure", "StreamWrapper"]
 
 
 class Secret:
@@ -42,11 +47,45 @@ class Meeting(NamedTuple):
     Attributes:
         payloads: each rank's payload, in rank order.
         session: 16 random bytes that rank 0 drew for this meeting, the same on all ranks.
+        linked: the ranks that this one is to link up with, or None for all others.
     """
 
     payloads: list[bytes]
     session: bytes
+    linked: frozenset[int] | None = None
 
+    def peers(self, rank: int) -> dict[int, bytes]:
+        """The payload of each rank that `rank`, this one, is to link up with, in rank order."""
+        linked = self.linked
+        return {
+            peer: payload
+            for peer, payload in enumerate(self.payloads)
+            if peer != rank and (linked is None or peer in linked)
+        }
+
+
+class Connection(Protocol):
+    """A secured connection while ranks are linking up: what is asked of it beyond a socket's address."""
+
+    async def recv_into(self, view: memoryview) -> int:
+        """Fill the front of `view`; how many bytes came, 0 at the end of the connection."""
+        ...
+
+    async def sendall(self, data: bytes) -> None:
+        """Send all of `data`."""
+        ...
+
+    def getpeername(self) -> Any:
+        """The peer's address, as of a socket."""
+        ...
+
+
+#: ``(socket, server, name) -> connection``: what secures a new connection before anything is said on it;
+#: `name` is the host that a client dialled.
+Secure: TypeAlias = "Callable[[socket.socket, bool, str], Awaitable[Connection]]"
+
+#: ``(peer, stream) -> stream``: what goes between a transport and its stream to `peer`.
+StreamWrapper: TypeAlias = "Callable[[int, ByteStream], ByteStream]"
 
 #: ``(job, payload, address) -> Meeting``; the core gives it to the job, plugins call `Job.meet`.
 Rendezvous = Callable[["Job", bytes, "tuple[str, int] | str"], Awaitable[Meeting]]
@@ -66,6 +105,9 @@ class Job:
         timeout: the same as a duration in seconds, for texts.
         ports: candidates to try in turn where no single port is known (see `env://`).
         listen_fd: an inherited listening socket for rank 0's rendezvous, from the launcher.
+        secure: from a plugin: secures every connection of the rendezvous and of `Mesh`.
+        wrap_stream: from a wrapper: called with every stream that `FramedTransport` is about to run over.
+        extra_dials: from a wrapper: connections that `Mesh` makes to each lower rank beyond the one it uses.
     """
 
     name: str
@@ -80,6 +122,9 @@ class Job:
     ports: tuple[int, ...] = ()
     listen_fd: int | None = None
     rendezvous: Rendezvous | None = field(default=None, repr=False)
+    secure: Secure | None = field(default=None, repr=False)
+    wrap_stream: StreamWrapper | None = field(default=None, repr=False)
+    extra_dials: int = 0
 
     async def meet(self, payload: bytes, address: tuple[str, int] | str | None = None) -> Meeting:
         """Give every rank this rank's `payload`; get all ranks' payloads, in rank order.

@@ -7,15 +7,17 @@ read from it; a stray connection holds nothing up.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import socket
 import struct
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from ..errors import AuthenticationError, CollectiveTimeoutError, PeerLostError, ProtocolError
-from .handshake import address_text, prove, read_exactly
-from .job import Job
+from ..errors import AuthenticationError, CollectiveTimeoutError, PeerLostError, RudaError
+from .handshake import Peer, address_text, authenticate, read_exactly, write_all
+from .job import Connection, Job
 
 __all__ = ["Endpoint", "Mesh"]
 
@@ -34,10 +36,12 @@ class Endpoint(NamedTuple):
     Attributes:
         find: gives the socket family and the address to dial; may look a name up.
         label: for error texts.
+        name: the host, as a certificate of it would say.
     """
 
     find: Callable[[], Awaitable[tuple[int, Any]]]
     label: str
+    name: str = ""
 
 
 class Mesh:
@@ -50,6 +54,7 @@ class Mesh:
 
     Attributes:
         sockets: a connected, authenticated, non-blocking socket for each rank that has linked up.
+        secured: what secures each of them, where `Job.secure` does.
     """
 
     def __init__(
@@ -58,15 +63,18 @@ class Mesh:
         self.job = job
         self.context = b"mesh|" + session
         self.sockets: dict[int, socket.socket] = {}
+        self.secured: dict[int, Connection] = {}
+        self._expected: frozenset[int] = frozenset()
         self._tune = tune
         self._loop = asyncio.get_running_loop()
         self._strangers: dict[asyncio.Task[None], None] = {}  # oldest first
         self._linked = asyncio.Event()
-        #: The last connection that did not prove the secret.
-        self._unproved = ""
+        self._paused: asyncio.TimerHandle | None = None
+        #: The last connection that did not prove the secret, and why the last one was not accepted.
+        self._unproved = self._unaccepted = ""
 
     async def link(self, listener: socket.socket, peers: Mapping[int, Endpoint]) -> None:
-        """Dial the lower ranks and wait for the higher ones; all sockets are closed if that fails.
+        """Dial the lower ranks of `peers` and wait for the higher ones; all sockets are closed if that fails.
 
         Raises:
             CollectiveTimeoutError: some ranks did not link up; ``missing`` names them.
@@ -82,20 +90,24 @@ class Mesh:
 
     async def _link(self, listener: socket.socket, peers: Mapping[int, Endpoint]) -> None:
         job = self.job
+        self._expected = frozenset(rank for rank in peers if rank > job.rank)
         dialling = [
             self._loop.create_task(self._dial(rank, peer)) for rank, peer in peers.items() if rank < job.rank
         ]
-        accepting = self._loop.create_task(self._accept(listener))
+        self._loop.add_reader(listener, self._accept, listener)
         try:
             async with asyncio.timeout(job.remaining()):
                 await asyncio.gather(*dialling)
-                while len(self.sockets) < job.world_size - 1:
+                while len(self.sockets) < len(peers):
                     self._linked.clear()
                     await self._linked.wait()
         except TimeoutError:
             raise self._too_late(tuple(r for r in peers if r not in self.sockets)) from None
         finally:
-            tasks = [accepting, *dialling, *self._strangers]
+            self._loop.remove_reader(listener)
+            if self._paused is not None:
+                self._paused.cancel()
+            tasks = [*dialling, *self._strangers]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -110,6 +122,8 @@ class Mesh:
         )
         if self._unproved:
             text += f"; a connection from {self._unproved} did not prove the secret"
+        if self._unaccepted:
+            text += f"; a connection could not be accepted ({self._unaccepted})"
         return CollectiveTimeoutError(text, missing=missing)
 
     async def _dial(self, rank: int, peer: Endpoint) -> None:
@@ -128,32 +142,67 @@ class Mesh:
                 sock.setblocking(False)
                 self._tune(sock)
                 await self._loop.sock_connect(sock, address)
-                await prove(sock, job.secret, server=False, context=self.context, deadline=job.deadline)
-                await self._loop.sock_sendall(sock, _RANK.pack(job.rank))
+                link = await authenticate(
+                    job, sock, server=False, context=self.context, deadline=job.deadline, name=peer.name
+                )
+                await write_all(self._loop, link, _RANK.pack(job.rank))
             except BaseException:
                 sock.close()
                 raise
-        except CollectiveTimeoutError:
-            raise
-        except AuthenticationError as error:
-            raise AuthenticationError(f"rank {job.rank} dialled {where}: {error}", rank=rank) from None
-        except (OSError, ProtocolError) as error:
-            raise PeerLostError(f"rank {job.rank} cannot reach {where}: {error}", rank=rank) from None
-        self.sockets[rank] = sock
+        except OSError as error:  # and, by inheritance, all else that `authenticate` raises
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise  # this rank's own trouble
+            raise self._unreached(error, rank, where) from None
+        self._keep(rank, sock, link)
+        for _ in range(job.extra_dials):
+            await self._dial_again(peer)
 
-    async def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                sock, address = await self._loop.sock_accept(listener)
-            except OSError:  # descriptors have run out: make room, and look again soon
-                self._evict()
-                await asyncio.sleep(_ACCEPT_PAUSE)
-                continue
-            task = self._loop.create_task(self._greet(sock, address_text(address)))
-            self._strangers[task] = None
-            task.add_done_callback(partial(self._ended, sock))
-            if len(self._strangers) > self.job.world_size + MAX_STRANGERS:
-                self._evict()
+    def _unreached(self, error: OSError, rank: int, where: str) -> RudaError:
+        job = self.job
+        if isinstance(error, CollectiveTimeoutError):
+            return error
+        if isinstance(error, AuthenticationError):
+            return AuthenticationError(f"rank {job.rank} dialled {where}: {error}", rank=rank)
+        return PeerLostError(f"rank {job.rank} cannot reach {where}: {error}", rank=rank)
+
+    def _keep(self, rank: int, sock: socket.socket, link: Peer) -> None:
+        self.sockets[rank] = sock
+        if not isinstance(link, socket.socket):
+            self.secured[rank] = link
+
+    async def _dial_again(self, peer: Endpoint) -> None:
+        """One more connection that claims this rank's place; the peer, which has it, hangs up."""
+        family, address = await peer.find()
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as sock:
+            sock.setblocking(False)
+            async with asyncio.timeout(STRANGER_SECONDS):
+                await self._loop.sock_connect(sock, address)
+                job = self.job
+                link = await authenticate(
+                    job, sock, server=False, context=self.context, deadline=job.deadline, name=peer.name
+                )
+                await write_all(self._loop, link, _RANK.pack(job.rank))
+                await read_exactly(self._loop, link, 1)
+
+    def _accept(self, listener: socket.socket) -> None:
+        """Take one connection; called whenever there is one, so a flood leaves the loop its turns."""
+        try:
+            sock, address = listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:  # descriptors have run out: make room, and look again soon
+            self._unaccepted = error.strerror or str(error)
+            self._evict()
+            self._loop.remove_reader(listener)
+            self._paused = self._loop.call_later(
+                _ACCEPT_PAUSE, self._loop.add_reader, listener, self._accept, listener
+            )
+            return
+        task = self._loop.create_task(self._greet(sock, address_text(address)))
+        self._strangers[task] = None
+        task.add_done_callback(partial(self._ended, sock))
+        if len(self._strangers) > self.job.world_size + MAX_STRANGERS:
+            self._evict()
 
     def _evict(self) -> None:
         """Send the oldest stranger away, so that the newest, which may be a rank, is heard."""
@@ -175,13 +224,13 @@ class Mesh:
             sock.setblocking(False)
             self._tune(sock)
             async with asyncio.timeout(min(STRANGER_SECONDS, job.remaining())):
-                await prove(sock, job.secret, server=True, context=self.context, deadline=job.deadline)
-                (rank,) = _RANK.unpack(await read_exactly(self._loop, sock, _RANK.size))
+                link = await authenticate(job, sock, server=True, context=self.context, deadline=job.deadline)
+                (rank,) = _RANK.unpack(await read_exactly(self._loop, link, _RANK.size))
         except AuthenticationError:
             self._unproved = address
         except OSError:  # and, by inheritance, all else that `prove` raises: no rank of this job
             pass
         else:
-            if job.rank < rank < job.world_size and rank not in self.sockets:
-                self.sockets[rank] = sock
+            if rank in self._expected and rank not in self.sockets:
+                self._keep(rank, sock, link)
                 self._linked.set()

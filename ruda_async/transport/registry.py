@@ -25,6 +25,7 @@ __all__ = [
     "GROUP",
     "PluginInfo",
     "WrapperPlugin",
+    "composable_plugins",
     "default_plugin",
     "get_plugin",
     "is_network",
@@ -178,6 +179,22 @@ def default_plugin(rank_per: str = "process", network: bool | None = None) -> Pl
     )
 
 
+def composable_plugins() -> list[Plugin]:
+    """The plugins that can be one of several transports in a job, usable here or not, by scheme.
+
+    They have a `Plugin` ``reach``. Those that cannot even be imported are left out.
+    """
+    found = []
+    for info in plugins().values():
+        try:
+            plugin = info.load()
+        except TransportUnavailableError:
+            continue
+        if not _wraps(plugin) and getattr(plugin, "reach", None) in ("host", "network"):
+            found.append(cast("Plugin", plugin))
+    return found
+
+
 def why_unavailable(info: PluginInfo) -> str | None:
     """None when the plugin is usable here, else one line that says what is missing."""
     try:
@@ -233,7 +250,8 @@ def _remedy(scheme: str, entry: importlib.metadata.EntryPoint, error: ImportErro
 
 def _check(plugin: Any, origin: str) -> None:
     members = _WRAPPER_MEMBERS if _wraps(plugin) else _PLUGIN_MEMBERS
-    lacking = [name for name in members if not hasattr(plugin, name)]
+    # A class is asked first, so that no property of a plugin has to be worked out for this.
+    lacking = [name for name in members if not hasattr(type(plugin), name) and not hasattr(plugin, name)]
     if lacking:
         raise TransportUnavailableError(
             f"{origin} is no transport plugin: it lacks {', '.join(lacking)}; see ruda_async.transport.Plugin"

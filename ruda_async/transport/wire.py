@@ -14,7 +14,9 @@ A frame is a prefix of 32 bytes, little endian, then ``head_bytes`` of head, the
            28  crc            u32      CRC-32 (as in zlib) of bytes 0 … 27 and then the head
 
 The checksum guards lengths and heads, so that a damaged or misplaced stream is noticed before it is
-believed; payloads are left to the checksums of the link below.
+believed. Payloads are left to the checksums of the link below, unless the flag `CHECKED` is set: then the
+CRC-32 of the payload that follows is in ``ident`` of a `MESSAGE` and in ``tag`` of `DATA`, which have no
+other use for them.
 
 A record is a u32 length, little endian, and a msgpack map of that many bytes.
 """
@@ -22,7 +24,7 @@ A record is a u32 length, little endian, and a msgpack map of that many bytes.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 from zlib import crc32
 
@@ -33,6 +35,7 @@ from .base import MAX_HEAD
 
 __all__ = [
     "BYE",
+    "CHECKED",
     "CREDIT",
     "DATA",
     "DROP",
@@ -46,9 +49,11 @@ __all__ = [
     "VERSION",
     "Frame",
     "check",
+    "check_payload",
     "decode_prefix",
     "encode",
     "pack_record",
+    "payload_crc",
     "record_bytes",
     "unpack_record",
 ]
@@ -74,6 +79,8 @@ PING = 7
 PONG = 8
 #: An orderly close; the head is the reason in UTF-8.
 BYE = 9
+#: Flag of `MESSAGE` and `DATA`: the frame carries the checksum of its payload.
+CHECKED = 2
 
 ReadableBuffer: TypeAlias = "bytes | bytearray | memoryview"
 
@@ -161,6 +168,26 @@ def check(frame: Frame, prefix_view: ReadableBuffer, head_view: ReadableBuffer) 
         raise ProtocolError(
             f"a frame of kind {frame.kind} is damaged: its checksum is {frame.crc:#010x} and its bytes give "
             f"{found:#010x}; the connection cannot be trusted any more"
+        )
+
+
+def payload_crc(buffers: Iterable[ReadableBuffer], crc: int = 0) -> int:
+    """The CRC-32 of `buffers`, joined, after bytes whose CRC-32 is `crc`."""
+    for buffer in buffers:
+        crc = crc32(buffer, crc)
+    return crc
+
+
+def check_payload(said: int, found: int) -> None:
+    """Compare the checksum that a frame carries for its payload with that of the bytes that came.
+
+    Raises:
+        ProtocolError: they differ.
+    """
+    if said != found:
+        raise ProtocolError(
+            f"a payload is damaged: its checksum is {said:#010x} and its bytes give {found:#010x}; the "
+            "connection cannot be trusted any more"
         )
 
 

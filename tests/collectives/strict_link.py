@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -41,6 +41,9 @@ class StrictGroup:
         self.messages = 0
         self.payload_bytes = 0
         self.largest = 0
+        #: By ``(source, destination)``.
+        self.sent_messages: Counter[tuple[int, int]] = Counter()
+        self.sent_bytes: Counter[tuple[int, int]] = Counter()
         self.turns = 0
         self.pending: set[asyncio.Future[None]] = set()
         self.sends: dict[tuple[int, int, int], deque[Any]] = defaultdict(deque)
@@ -117,7 +120,10 @@ class StrictLink:
         assert 0 <= peer < self.size
         assert peer != self.rank
         assert 0 <= lane < 16
-        self.group.count(sum(len(buffer) for buffer in buffers))
+        nbytes = sum(len(buffer) for buffer in buffers)
+        self.group.count(nbytes)
+        self.group.sent_messages[self.rank, peer] += 1
+        self.group.sent_bytes[self.rank, peer] += nbytes
         sent = self.group.future()
         stream = self.rank, peer, lane
         self.group.sends[stream].append((buffers, sent))

@@ -7,7 +7,9 @@ from support import SCHEMES, fresh_url
 
 from ruda_async.transport.conformance import SCENARIOS, run_scenario
 
-RUNS = [(scheme, ranks) for scheme in SCHEMES for ranks in ("loop", "threads")]
+#: `auto` is made of the others, so the other tests do not run over it too.
+ALL = (*SCHEMES, "auto")
+RUNS = [(scheme, ranks) for scheme in ALL for ranks in ("loop", "threads")]
 BETWEEN_PROCESSES = ["sizes", "flood_of_early_messages", "goodbye", "aborted_peer"]
 
 
@@ -18,7 +20,7 @@ def test_conformance(scheme: str, ranks: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BETWEEN_PROCESSES)
-@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "memory"])
+@pytest.mark.parametrize("scheme", [scheme for scheme in ALL if scheme != "memory"])
 def test_conformance_between_processes(scheme: str, name: str) -> None:
     run_scenario(name, fresh_url(scheme), ranks="processes")
 

@@ -48,6 +48,7 @@ class ShmPlugin:
     rank_per = "process"
     example = "shm://example"
     preference = 20
+    reach = "host"
 
     def unavailable(self) -> str | None:
         """None on Linux; elsewhere what is missing."""

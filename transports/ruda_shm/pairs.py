@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import mmap
 import os
@@ -79,12 +80,12 @@ class _Peer(NamedTuple):
 async def open_pairs(
     job: Job, parameters: ShmParameters
 ) -> tuple[dict[int, RingStream], dict[int, Terms], SharedRegions]:
-    """A stream to every other rank, the terms of each, and the memory that all can see.
+    """A stream to each rank of `Meeting.peers`, the terms of each, and the memory that all of them can see.
 
     Raises:
         ConfigError: the rings cannot be had; and what `Job.meet` and `Mesh.link` raise.
     """
-    ring_bytes = _ring_bytes(job, parameters)
+    _check(job, parameters)
     # Names that begin with a zero byte are the kernel's own: no file, gone with the socket.
     name = job.name
     if len(name.encode()) > _LONG_NAME:
@@ -99,13 +100,14 @@ async def open_pairs(
         listener.listen(job.world_size + MAX_STRANGERS)
         listener.setblocking(False)
         meeting = await job.meet(_Peer(address, os.getpid(), parameters.terms).pack(), meeting_place)
-        peers = {r: _Peer.unpack(data, r) for r, data in enumerate(meeting.payloads) if r != job.rank}
+        peers = {r: _Peer.unpack(data, r) for r, data in meeting.peers(job.rank).items()}
         mesh = Mesh(job, meeting.session)
         await mesh.link(listener, {rank: peer.endpoint() for rank, peer in peers.items()})
     streams: dict[int, RingStream] = {}
     for_regions: dict[int, socket.socket] = {}
     try:
-        spin = _spin(job, parameters)
+        ring_bytes = parameters.ring_bytes or _usual_ring_bytes(len(peers) + 1)
+        spin = _spin(len(peers) + 1, parameters)
         for rank in sorted(mesh.sockets):
             label = f"process {peers[rank].pid}"
             sock = mesh.sockets[rank]
@@ -123,22 +125,35 @@ async def open_pairs(
     return streams, terms, SharedRegions(streams, for_regions, spin)
 
 
-def _ring_bytes(job: Job, parameters: ShmParameters) -> int:
+def _check(job: Job, parameters: ShmParameters) -> None:
+    """See before anybody is met that this process may have anonymous memory, and rings of that size.
+
+    Raises:
+        ConfigError: not so.
+    """
     size = parameters.ring_bytes
-    if not size:
-        return next(capacity for most, capacity in _CAPACITIES if job.world_size <= most)
-    if size & (size - 1) or size < 4096:
+    if size and (size & (size - 1) or size < 4096):
         raise ConfigError(
             f"ring_bytes={size} is not a power of two from 4096 on; try {1 << size.bit_length()}"
         )
-    return size
+    try:
+        os.close(os.memfd_create("ruda-async", os.MFD_CLOEXEC))
+    except OSError as error:
+        raise ConfigError(
+            f"rank {job.rank} may not make anonymous memory ({error.strerror}), as in some sandboxes; use a "
+            "transport over the network"
+        ) from None
 
 
-def _spin(job: Job, parameters: ShmParameters) -> float:
+def _usual_ring_bytes(ranks: int) -> int:
+    return next(capacity for most, capacity in _CAPACITIES if ranks <= most)
+
+
+def _spin(ranks: int, parameters: ShmParameters) -> float:
     if parameters.spin >= 0:
         return parameters.spin
     # Spinning on a core that the peer needs makes both late.
-    return 20e-6 if job.world_size <= len(os.sched_getaffinity(0)) else 0.0
+    return 20e-6 if ranks <= len(os.sched_getaffinity(0)) else 0.0
 
 
 async def _give(job: Job, sock: socket.socket, ring_bytes: int) -> tuple[mmap.mmap, socket.socket]:
@@ -165,6 +180,8 @@ async def _give(job: Job, sock: socket.socket, ring_bytes: int) -> tuple[mmap.mm
         raise PeerLostError(f"rank {job.rank}: a rank died while memory was shared with it") from None
     except OSError as error:
         ours.close()
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
         raise ConfigError(
             f"rank {job.rank} cannot have {size} bytes of shared memory per pair of ranks "
             f"({error.strerror}); give a smaller ring_bytes= than {ring_bytes}, or more memory"
@@ -174,10 +191,12 @@ async def _give(job: Job, sock: socket.socket, ring_bytes: int) -> tuple[mmap.mm
 
 async def _take(job: Job, sock: socket.socket, rank: int) -> tuple[mmap.mmap, socket.socket]:
     """The pair's memory, and the socket for more of it, from the peer."""
-    data, descriptors, _, _ = await _ready(
+    data, descriptors, flags, _ = await _ready(
         job, sock, partial(socket.recv_fds, sock, _SIZE.size, 2), reading=True
     )
     try:
+        if flags & socket.MSG_CTRUNC:  # the kernel had no place for the descriptors
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         if len(data) != _SIZE.size or len(descriptors) != 2:
             raise PeerLostError(f"rank {rank} died, or had no memory to share", rank=rank)
         (size,) = _SIZE.unpack(data)

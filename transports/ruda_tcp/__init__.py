@@ -1,4 +1,4 @@
-"""``tcp://``: a full mesh of connections between ranks, one per pair.
+"""``tcp://`` and ``tcps://``: a full mesh of connections between ranks, one per pair, plain or by mutual TLS.
 
 The mesh is dialled eagerly, before `connect` returns: every rank then notices at once when any other
 dies, the first collective is as fast as the next, and set-up errors show at set-up. A job of *n* ranks
@@ -7,11 +7,12 @@ holds ``n-1`` sockets per rank.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ruda_async.transport import Capabilities, FramedParameters, FramedTransport, Job, Transport, param
 
-__all__ = ["PLUGIN", "TcpParameters", "TcpPlugin"]
+__all__ = ["PLUGIN", "TLS_PLUGIN", "TcpParameters", "TcpPlugin", "TlsParameters", "TlsPlugin"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class TcpPlugin:
     rank_per = "process"
     example = "tcp://127.0.0.1:0"
     preference = 10
+    reach = "network"
 
     def unavailable(self) -> str | None:
         """Always usable where there are sockets."""
@@ -49,10 +51,10 @@ class TcpPlugin:
         from .socket_stream import SocketStream
 
         parameters: TcpParameters = job.parameters
-        sockets, terms = await dial_mesh(job, parameters)
+        mesh, terms = await dial_mesh(job, parameters)
         return FramedTransport(
             job,
-            {peer: SocketStream(sock) for peer, sock in sockets.items()},
+            {peer: SocketStream(sock) for peer, sock in mesh.sockets.items()} if mesh else {},
             parameters,
             terms,
             Capabilities(
@@ -65,4 +67,69 @@ class TcpPlugin:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class TlsParameters(TcpParameters):
+    """Parameters of ``tcps://``. Files are PEM."""
+
+    cert: Path | None = param(None, doc="the file of this rank's certificate, with its chain")  # noqa: RUF009
+    key: Path | None = param(None, doc="the file of its key; by default in the same file")  # noqa: RUF009
+    ca: Path | None = param(  # noqa: RUF009
+        None, doc="the file of the certificates that sign those of all ranks; no others are trusted"
+    )
+    server_name: str = param(
+        "", doc="the name that other ranks' certificates are for; by default the address that is dialled"
+    )
+
+
+class TlsPlugin:
+    """The same over TLS 1.3, where both sides show certificates."""
+
+    scheme = "tcps"
+    summary = "TCP sockets encrypted by TLS 1.3, with certificates on both sides"
+    parameters = TlsParameters
+    rank_per = "process"
+    example = "tcps://127.0.0.1:0"
+    preference = 5
+    needs = "certificates: cert=, key= and ca="
+
+    def unavailable(self) -> str | None:
+        """None where Python has TLS 1.3."""
+        try:
+            import ssl
+        except ImportError:
+            return "this Python was built without ssl; install one that has it"
+        return None if ssl.HAS_TLSv1_3 else "its OpenSSL has no TLS 1.3; install a newer one"
+
+    async def connect(self, job: Job) -> Transport:
+        """Meet the other ranks at the URL's address and link up with each, all inside TLS."""
+        from asyncio import to_thread
+
+        from .mesh import dial_mesh
+        from .tls import Contexts, TlsConnection
+        from .tls_stream import TlsStream
+
+        parameters: TlsParameters = job.parameters
+        contexts = await to_thread(Contexts, job, parameters)  # reads files
+        mesh, terms = await dial_mesh(replace(job, secure=contexts.secure), parameters)
+        streams = {}
+        for peer, connection in mesh.secured.items() if mesh else ():
+            assert isinstance(connection, TlsConnection)
+            streams[peer] = TlsStream(connection)
+        return FramedTransport(
+            job,
+            streams,
+            parameters,
+            terms,
+            Capabilities(
+                secure=True,
+                eager_bytes=parameters.eager_bytes,
+                segment_bytes=parameters.segment_bytes,
+                latency=30e-6,
+                bandwidth=1e9,
+            ),
+            facts={"scheme": self.scheme},
+        )
+
+
 PLUGIN = TcpPlugin()
+TLS_PLUGIN = TlsPlugin()

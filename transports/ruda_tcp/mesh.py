@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import socket
 from functools import partial
@@ -47,16 +48,21 @@ class _Peer(NamedTuple):
 
     def endpoint(self, job: Job) -> Endpoint:
         """Where to dial this rank."""
-        return Endpoint(partial(self._find, job), f"{self.host} port {self.port}")
+        return Endpoint(partial(self._find, job), f"{self.host} port {self.port}", self._name(job))
+
+    def _name(self, job: Job) -> str:
+        if ipaddress.ip_address(self.host).is_unspecified:
+            return job.host or "127.0.0.1"
+        return self.host
 
     async def _find(self, job: Job) -> tuple[int, Any]:
         if ipaddress.ip_address(self.host).is_unspecified:
-            return (await _resolve(job, job.host or "127.0.0.1", self.port))[0]
+            return (await _resolve(job, self._name(job), self.port))[0]
         return socket.AF_INET6 if ":" in self.host else socket.AF_INET, (self.host, self.port)
 
 
-async def dial_mesh(job: Job, parameters: TcpParameters) -> tuple[dict[int, socket.socket], dict[int, Terms]]:
-    """A connected, authenticated, non-blocking socket to every other rank, and the terms of each.
+async def dial_mesh(job: Job, parameters: TcpParameters) -> tuple[Mesh | None, dict[int, Terms]]:
+    """A connection to each rank of `Meeting.peers`, and the terms of each; no mesh for a job of one rank.
 
     Raises:
         ConfigError: there is no address to listen on; and what `Job.meet` raises.
@@ -67,15 +73,15 @@ async def dial_mesh(job: Job, parameters: TcpParameters) -> tuple[dict[int, sock
     """
     if job.world_size == 1:
         await job.meet(b"")
-        return {}, {}
+        return None, {}
     listener = await _listen(job, parameters)
     with listener:
         host, port = await _public_address(job, listener)
         meeting = await job.meet(_Peer(host, port, parameters.terms).pack())
-        peers = {r: _Peer.unpack(data, r) for r, data in enumerate(meeting.payloads) if r != job.rank}
+        peers = {r: _Peer.unpack(data, r) for r, data in meeting.peers(job.rank).items()}
         mesh = Mesh(job, meeting.session, partial(_tune, parameters))
         await mesh.link(listener, {rank: peer.endpoint(job) for rank, peer in peers.items()})
-    return mesh.sockets, {rank: peer.terms for rank, peer in peers.items()}
+    return mesh, {rank: peer.terms for rank, peer in peers.items()}
 
 
 async def _listen(job: Job, parameters: TcpParameters) -> socket.socket:
@@ -96,6 +102,8 @@ async def _listen(job: Job, parameters: TcpParameters) -> socket.socket:
                 raise
             return listener
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise
             failure = error
     raise ConfigError(
         f"rank {job.rank} cannot listen on {bind!r}: {failure.strerror if failure else 'no address'}; "

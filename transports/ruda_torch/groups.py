@@ -51,12 +51,14 @@ class Groups:
     """The process groups of one transport.
 
     Args:
-        store: where ranks meet, as ``torch.distributed`` has stores; a key's prefix is the job's own.
+        dial: opens the job's store, where ranks meet, for a group; it may take so long at most.
         make: a process group of ``(store, rank, size, timeout)``.
     """
 
-    def __init__(self, store: Any, make: Callable[[Any, int, int, timedelta], Any]) -> None:
-        self._store = store
+    def __init__(
+        self, dial: Callable[[timedelta], Any], make: Callable[[Any, int, int, timedelta], Any]
+    ) -> None:
+        self._dial = dial
         self._make = make
         self._made: dict[int, tuple[int, asyncio.Task[Any]]] = {}
 
@@ -72,9 +74,14 @@ class Groups:
 
     async def _start(self, group: NativeGroup) -> Any:
         ranks = "-".join(map(str, group.members))
-        store = _dist.PrefixStore(f"{group.channel}/{group.epoch}/{ranks}", self._store)
+        prefix = f"{group.channel}/{group.epoch}/{ranks}"
         wait = min(seconds_left(group), timedelta(seconds=_LONGEST))
-        return await in_thread(lambda: self._make(store, group.rank, group.size, wait))
+
+        def start() -> Any:
+            store = _dist.PrefixStore(prefix, self._dial(wait))
+            return self._make(store, group.rank, group.size, wait)
+
+        return await in_thread(start)
 
     def forget(self, channel: int) -> None:
         """Release the channel's group."""

@@ -94,8 +94,8 @@ class NcclProvider(StagedProvider):
     virtue = "many bytes: NCCL moves them between GPUs"
     lacks = ("band", "bor", "bxor")
 
-    def __init__(self, store: Any, least: int) -> None:
-        super().__init__(store, least)
+    def __init__(self, dial: Callable[[timedelta], Any], least: int) -> None:
+        super().__init__(dial, least)
         local = int(os.environ.get("LOCAL_RANK") or torch.cuda.current_device())
         self.device = torch.device("cuda", local % torch.cuda.device_count())
 

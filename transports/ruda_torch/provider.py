@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -31,7 +32,7 @@ class TorchProvider:
     """See `ruda_async.transport.Provider`.
 
     Args:
-        store: where the ranks of a process group meet.
+        dial: opens the store where the ranks of a process group meet.
         least: bytes of input from which a call is taken without being asked for by name.
     """
 
@@ -43,9 +44,9 @@ class TorchProvider:
     #: Operators that it has not.
     lacks: tuple[str, ...] = ()
 
-    def __init__(self, store: Any, least: int) -> None:
+    def __init__(self, dial: Callable[[timedelta], Any], least: int) -> None:
         self._least = least
-        self._groups = Groups(store, self.make)
+        self._groups = Groups(dial, self.make)
         self._stops: dict[tuple[int, int], asyncio.Future[None]] = {}
 
     def make(self, store: Any, rank: int, size: int, wait: timedelta) -> Any:

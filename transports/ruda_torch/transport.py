@@ -53,19 +53,17 @@ async def open_transport(job: Job, backend: str, links: Plugin, *, placed: bool)
     if reason is not None:
         raise TransportUnavailableError(f"torch+{backend}: {reason}")
     least = job.parameters.native_bytes
-    store: Any = None
     linked = replace(job, parameters=extract_parameters(links.parameters, job.parameters))
     if placed:
         store = _dist.PrefixStore(f"ruda/{job.name}", _dist.distributed_c10d._get_default_store())
         linked = replace(linked, host=job.host or os.environ.get("MASTER_ADDR"), rendezvous=_meet_in(store))
     transport = await links.connect(linked)
     try:
-        session, store = await _store(transport, job, store)
+        server, dial = await _store(transport, linked)
     except BaseException:
         transport.abort("the store of its process groups was not made")
         raise
-    provider = _provider(backend)(_dist.PrefixStore(session, store), least)
-    return TorchTransport(transport, backend, provider)
+    return TorchTransport(transport, backend, _provider(backend)(dial, least), server)
 
 
 def _provider(backend: str) -> type[TorchProvider]:
@@ -113,38 +111,35 @@ def _meet_in(store: Any) -> Callable[[Job, bytes, object], Awaitable[Meeting]]:
     return meet
 
 
-async def _store(transport: Transport, job: Job, store: Any) -> tuple[str, Any]:
-    """A prefix that is new, and a store that all ranks reach: rank 0's, or the one that is there."""
+async def _store(transport: Transport, job: Job) -> tuple[Any, Callable[[timedelta], Any]]:
+    """Rank 0's store, on rank 0, and how every rank reaches it, under a prefix that is new.
+
+    Each process group dials it anew: a store serves one call at a time, so a group that waits in it would
+    keep another one of this rank from ever coming together.
+    """
+    host = job.host or "127.0.0.1"
     others = [rank for rank in range(job.world_size) if rank != job.rank]
+    server: Any = None
     if job.rank == 0:
-        if store is None:
-            store = await in_thread(lambda: _serve(job.host or "127.0.0.1", job.remaining()))
-            port = store.port
-        else:
-            port = 0
+        server = await in_thread(lambda: _serve(host, job.remaining()))
+        port: int = server.port
         session = secrets.token_hex(16)
         notice = memoryview(f"{session}{port:05d}".encode())
         for sending in [transport.send(rank, _TAG, (notice,), b"store") for rank in others]:
             await sending
-        nothing = memoryview(bytearray(0))
+    else:
+        room = bytearray(37)
         async with asyncio.timeout(job.remaining()):
-            for answer in [transport.recv_into(rank, _TAG, (nothing,), b"found") for rank in others]:
-                await answer  # this rank may close at once, and its store with it
-        return session, store
-    room = bytearray(37)
-    async with asyncio.timeout(job.remaining()):
-        await transport.recv_into(0, _TAG, (memoryview(room),), b"store")
-    if not room.isascii() or not room[32:].isdigit() or int(room[32:]) > 65535:
-        raise ProtocolError("rank 0 sent no address of its store", rank=0)
-    session, port = room[:32].decode(), int(room[32:])
-    if store is None:
-        host = job.host or "127.0.0.1"
-        wait = timedelta(seconds=job.remaining())
-        store = await in_thread(
-            lambda: _dist.TCPStore(host, port, is_master=False, timeout=wait, wait_for_workers=False)
-        )
-    await transport.send(0, _TAG, (), b"found")
-    return session, store
+            await transport.recv_into(0, _TAG, (memoryview(room),), b"store")
+        if not room.isascii() or not room[32:].isdigit() or int(room[32:]) > 65535:
+            raise ProtocolError("rank 0 sent no address of its store", rank=0)
+        session, port = room[:32].decode(), int(room[32:])
+
+    def dial(wait: timedelta) -> Any:
+        store = _dist.TCPStore(host, port, is_master=False, timeout=wait, wait_for_workers=False)
+        return _dist.PrefixStore(session, store)
+
+    return server, dial
 
 
 def _serve(host: str, seconds: float) -> Any:
@@ -168,10 +163,11 @@ def _serve(host: str, seconds: float) -> Any:
 class TorchTransport:
     """The links' transport with a provider. See `ruda_async.transport.Transport`."""
 
-    def __init__(self, inner: Transport, backend: str, provider: TorchProvider) -> None:
+    def __init__(self, inner: Transport, backend: str, provider: TorchProvider, server: Any) -> None:
         self._inner = inner
         self._backend = backend
         self._provider = provider
+        self._server = server
         self.rank = inner.rank
         self.world_size = inner.world_size
         self.capabilities: Capabilities = inner.capabilities

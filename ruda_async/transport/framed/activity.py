@@ -1,15 +1,16 @@
-"""What the links of one transport have in common: frames that wait for company, and who is writing."""
+"""What the links on one event loop have in common: frames that wait for company, and who is writing."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .sender import Sender
 
-__all__ = ["Activity", "blocking"]
+__all__ = ["Activity", "activity_of", "blocking"]
 
 
 class _Blocking(threading.local):
@@ -26,26 +27,37 @@ blocking = _Blocking()
 
 
 class Activity:
-    """Shared by the senders of one transport.
+    """Shared by the senders of all transports on one event loop: a rank may have several; see `activity_of`.
 
     Attributes:
         writers: the senders whose stream is full; the loop has to turn for them.
     """
 
-    __slots__ = ("_loop", "_waiting", "writers")
+    __slots__ = ("_waiting", "writers")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+    def __init__(self) -> None:
         self._waiting: list[Sender] = []
         self.writers = 0
 
     def wait_for_company(self, sender: Sender) -> None:
         """`sender` has frames that may leave with the next message; at the latest when the loop turns."""
         if not self._waiting:
-            self._loop.call_soon(self.push)
+            sender.loop.call_soon(self.push)
         self._waiting.append(sender)
 
     def push(self) -> None:
         """Write what waits: the loop has turned, or somebody is about to wait for the answer."""
         while self._waiting:
             self._waiting.pop().push()
+
+
+#: An activity does not hold on to its loop, or neither would ever go.
+_activities: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Activity] = weakref.WeakKeyDictionary()
+
+
+def activity_of(loop: asyncio.AbstractEventLoop) -> Activity:
+    """The one activity of `loop`."""
+    activity = _activities.get(loop)
+    if activity is None:
+        activity = _activities[loop] = Activity()
+    return activity

@@ -40,12 +40,13 @@ class Link:
         loop: asyncio.AbstractEventLoop,
         activity: Activity,
         is_stale: Callable[[int], bool],
+        checksum: bool = False,
     ) -> None:
         self.peer = peer
         self.stream = stream
-        self.sender = Sender(stream, theirs, loop, activity, self._broken)
+        self.sender = Sender(stream, theirs, loop, activity, self._broken, checksum)
         self.receiver = Receiver(
-            peer, stream, ours, self.sender, loop, activity, is_stale, self._said_bye, self._ended
+            peer, stream, ours, self.sender, loop, activity, is_stale, self._said_bye, self._ended, checksum
         )
         self.inbox = self.receiver.inbox
         self.over: asyncio.Future[None] = loop.create_future()

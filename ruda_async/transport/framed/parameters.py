@@ -38,6 +38,9 @@ class FramedParameters:
         unit="bytes",
         minimum=1024,
     )
+    checksum: bool = param(
+        False, doc="payloads carry a CRC-32 too, as heads always do; the same on all ranks"
+    )
     linger: float = param(
         2.0, doc="how long close() waits for a peer that does not answer the goodbye", unit="s", minimum=0
     )

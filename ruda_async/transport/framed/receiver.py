@@ -12,6 +12,7 @@ from .. import wire
 from ..base import DONE, Buffer
 from ..matching import Arrived, Inbox, Receive, scatter
 from .activity import Activity, blocking
+from .guard import Guard
 from .payloads import Inbound
 from .sender import ANNOUNCED, DECLINED, FOLLOWS, OVERHEAD, Sender
 from .stream import ByteStream, Terms
@@ -66,6 +67,7 @@ class Receiver:
         is_stale: Callable[[int], bool],
         on_bye: Callable[[str], None],
         on_end: Callable[[Exception | None], None],
+        checksum: bool = False,
     ) -> None:
         self._peer = peer
         self._read_into = stream.read_into
@@ -80,12 +82,16 @@ class Receiver:
         self._announce_beyond = terms.eager_bytes
         self._grant = terms.early_bytes // 4
         self._owed = 0
+        # What the peer has spent of its budget for early messages and was not given back.
+        self._budget = terms.early_bytes
+        self._spent = 0
         self._view = memoryview(bytearray(_STAGE))
         self._start = self._stop = 0
         self._bulk = False
         self._inbound: dict[int, Inbound] = {}
         self._current: Inbound | None = None
         self._left = 0
+        self._guard = Guard(required=checksum)
         # Large receives the peer was told of, and announcements that have lost their receive, by tag.
         self._told: dict[int, list[Receive]] = {}
         self._spare: dict[int, int] = {}
@@ -189,6 +195,7 @@ class Receiver:
         self._owed += cost
         if self._owed >= self._grant:
             owed, self._owed = self._owed, 0
+            self._spent -= owed
             self._sender.control(wire.encode(wire.CREDIT, 0, owed))
 
     # ------------------------------------------------------------------ reading
@@ -196,7 +203,6 @@ class Receiver:
     def read(self) -> None:
         """Read what has come, at most a turn's worth."""
         budget = _TURN
-        self.heard = True
         read_into = self._read_into
         try:
             while budget > 0:
@@ -207,6 +213,9 @@ class Receiver:
                     if not size:
                         return self._on_end(None)
                     budget -= size
+                    self.heard = True
+                    if self._guard.active:
+                        self._guard.add(target[:size], size == self._left)
                     self._take(current, size)
                     if size < len(target):
                         return None  # the stream is drained
@@ -216,6 +225,7 @@ class Receiver:
                     if not size:
                         return self._on_end(None)
                     budget -= size
+                    self.heard = True
                     self._stop += size
                     self._parse()
                     if size < len(room) and self._current is None:
@@ -224,6 +234,8 @@ class Receiver:
             pass
         except (OSError, ProtocolError) as error:
             self._on_end(error)
+        except (MemoryError, OverflowError):
+            self._on_end(ProtocolError("a message that is larger than this process's memory"))
         return None
 
     def _take(self, current: Inbound, size: int) -> None:
@@ -248,19 +260,19 @@ class Receiver:
             start = body
             kind, nbytes = frame.kind, frame.payload_bytes
             if kind == wire.MESSAGE:
-                if nbytes <= stop - start and not frame.flags:
+                if frame.flags or self._guard.required:
+                    self._guard.begin(frame, frame.ident)
+                if nbytes <= stop - start and not frame.flags & FOLLOWS:
+                    if self._guard.active:
+                        self._guard.add(view[start : start + nbytes], True)
                     self._message(frame.tag, head, view[start : start + nbytes])
                     start += nbytes
                     self._bulk = nbytes > _PEEK
                     continue
                 self._begin_message(frame.tag, head, nbytes, bool(frame.flags & FOLLOWS))
             elif kind == wire.DATA:
-                inbound = self._inbound.get(frame.ident)
-                if inbound is None or not 0 < nbytes <= inbound.nbytes - inbound.received:
-                    raise ProtocolError(
-                        f"{nbytes} bytes of payload for message {frame.ident}, which takes none"
-                    )
-                self._current, self._left = inbound, nbytes
+                self._guard.begin(frame, frame.tag)
+                self._current, self._left = self._taker(frame), nbytes
                 self._bulk = True
             else:
                 self._handle(frame, head)
@@ -281,8 +293,24 @@ class Receiver:
             size = len(target)
             target[:] = self._view[start : start + size]
             start += size
+            if self._guard.active:
+                self._guard.add(target, size == self._left)
             self._take(current, size)
         return start
+
+    def _taker(self, frame: wire.Frame) -> Inbound:
+        """The message whose payload a `DATA` frame goes on with."""
+        inbound = self._inbound.get(frame.ident)
+        if (
+            inbound is None
+            or not 0 < frame.payload_bytes <= inbound.nbytes - inbound.received
+            # Its length has not met a receive's yet, so there may be no room for it.
+            or not (inbound.asked or self.is_stale(inbound.tag))
+        ):
+            raise ProtocolError(
+                f"{frame.payload_bytes} bytes of payload for message {frame.ident}, which takes none"
+            )
+        return inbound
 
     # ------------------------------------------------------------------ frames
 
@@ -291,6 +319,7 @@ class Receiver:
         nbytes = len(payload)
         self.messages += 1
         self.bytes += nbytes
+        self._spend(nbytes + OVERHEAD)
         receive = self.inbox.claim(tag)
         if receive is not None:
             self.owe(nbytes + OVERHEAD)
@@ -306,6 +335,12 @@ class Receiver:
             self.early_bytes += nbytes
             self.inbox.keep(tag, Arrived(head, bytes(payload), self._consumed))
 
+    def _spend(self, cost: int) -> None:
+        """The peer uses up some of its budget for early messages."""
+        self._spent += cost
+        if self._spent > self._budget:
+            raise ProtocolError(f"more early messages came than early_bytes={self._budget} allows")
+
     def _consumed(self, nbytes: int) -> None:
         """An early message was received or dropped."""
         self.early_bytes -= nbytes
@@ -320,6 +355,7 @@ class Receiver:
         if follows and not self.inbox.expects(tag):
             self._use_spare(tag, nbytes)
         cost = 0 if follows else nbytes + OVERHEAD
+        self._spend(cost)
         inbound = Inbound(self, -1, tag, head, nbytes, asked=True, cost=cost)
         self._match(inbound)
         self._current, self._left = inbound, nbytes

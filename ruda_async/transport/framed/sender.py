@@ -35,6 +35,7 @@ class Sender:
     """Frames to one peer.
 
     Attributes:
+        loop: the event loop that writes.
         refusal: why nothing can be sent any more, once that is so.
         spoke: something was written since the last ping.
         bye_sent: the goodbye is queued or written.
@@ -47,12 +48,14 @@ class Sender:
         loop: asyncio.AbstractEventLoop,
         activity: Activity,
         on_broken: Callable[[OSError], BaseException],
+        checksum: bool = False,
     ) -> None:
         self._stream = stream
         self._write = stream.write
-        self._loop = loop
+        self.loop = loop
         self._activity = activity
         self._on_broken = on_broken
+        self._checksum = checksum
         self._eager = terms.eager_bytes
         self._credit = terms.early_bytes
         self._queue: deque[Item] = deque()
@@ -78,7 +81,7 @@ class Sender:
         nbytes = buffers[0].nbytes if len(buffers) == 1 else sum(b.nbytes for b in buffers)
         self.messages += 1
         self.bytes += nbytes
-        flags = 0
+        flags = ident = 0
         if nbytes > self._eager:
             if nbytes > _PART or not self._take_announcement(tag):
                 return self._offer(tag, buffers, head, nbytes)
@@ -87,9 +90,12 @@ class Sender:
             return self._offer(tag, buffers, head, nbytes)
         else:
             self._credit -= nbytes + OVERHEAD
-        frame = wire.encode(wire.MESSAGE, tag, nbytes, head, 0, flags)
+        if self._checksum and nbytes:
+            flags |= wire.CHECKED
+            ident = wire.payload_crc(buffers)  # type: ignore[arg-type]
+        frame = wire.encode(wire.MESSAGE, tag, nbytes, head, ident, flags)
         views = [frame, *buffers]
-        if self._writing or self._streams or len(buffers) >= _VECTOR:
+        if self._writing or self._streams or len(buffers) + len(self._queue) >= _VECTOR:
             return self._enqueue([memoryview(v) for v in views])  # type: ignore[arg-type]
         return self._write_now(views, len(frame) + nbytes)
 
@@ -124,9 +130,12 @@ class Sender:
 
     def _enqueue(self, views: list[memoryview]) -> Awaitable[None]:
         """Write behind what is being written already; the caller's memory is used until then."""
-        future: asyncio.Future[None] = self._loop.create_future()
+        future: asyncio.Future[None] = self.loop.create_future()
         item = Item([v for v in views if len(v)], future)
-        future.add_done_callback(item.detach)
+        if self._checksum:
+            item.detach()  # a cancelled caller may change its memory, which would look like damage
+        else:
+            future.add_done_callback(item.detach)
         self._queue.append(item)
         self._want_write()
         return future
@@ -149,7 +158,7 @@ class Sender:
     def _offer(self, tag: int, buffers: Sequence[Buffer], head: bytes, nbytes: int) -> Awaitable[None]:
         """Start a message that waits for its receive."""
         self._ident = ident = (self._ident + 1) & 0xFFFFFFFF
-        future: asyncio.Future[None] = self._loop.create_future()
+        future: asyncio.Future[None] = self.loop.create_future()
         message = Outbound(ident, tag, buffers, nbytes, future)
         if nbytes > self._eager and self._take_announcement(tag):
             frame = wire.encode(wire.OFFER, tag, nbytes, head, ident, FOLLOWS)
@@ -281,7 +290,12 @@ class Sender:
             return
         views = message.take(_PART)
         size = sum(map(len, views))
-        frame = memoryview(wire.encode(wire.DATA, 0, size, ident=message.ident))
+        if self._checksum:
+            views = [memoryview(b"".join(views))]  # see `_enqueue`
+            crc = wire.payload_crc(views)
+            frame = memoryview(wire.encode(wire.DATA, crc, size, ident=message.ident, flags=wire.CHECKED))
+        else:
+            frame = memoryview(wire.encode(wire.DATA, 0, size, ident=message.ident))
         message.part = item = Item([frame, *views], None if message.left else message.future)
         self._queue.append(item)
         if message.left:

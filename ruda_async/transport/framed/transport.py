@@ -9,7 +9,7 @@ from ...errors import CommunicatorClosedError, PeerLostError
 from ..base import Buffer, Capabilities, Envelope, never_stale, no_peer
 from ..job import Job
 from ..regions import Regions
-from .activity import Activity
+from .activity import activity_of
 from .link import Link
 from .parameters import FramedParameters
 from .stream import ByteStream, Terms
@@ -53,9 +53,19 @@ class FramedTransport:
         self._job_name = job.name
         self._closed: CommunicatorClosedError | None = None
         self._closing: asyncio.Task[None] | None = None
-        activity = Activity(self.loop)
+        activity = activity_of(self.loop)
+        wrap = job.wrap_stream
         self._links = {
-            peer: Link(peer, stream, parameters.terms, terms[peer], self.loop, activity, self._stale)
+            peer: Link(
+                peer,
+                stream if wrap is None else wrap(peer, stream),
+                parameters.terms,
+                terms[peer],
+                self.loop,
+                activity,
+                self._stale,
+                parameters.checksum,
+            )
             for peer, stream in streams.items()
         }
         # The hot calls, by peer, without an object between.

@@ -1,0 +1,321 @@
+"""How ranks link up: they meet, hold a lifeline to each other, and make UCX endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import ipaddress
+import os
+import socket
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgpack
+
+from ruda_async.transport import (
+    MAX_STRANGERS,
+    Capabilities,
+    CollectiveTimeoutError,
+    ConfigError,
+    Endpoint,
+    Job,
+    Mesh,
+    ProtocolError,
+    Terms,
+    Transport,
+)
+
+from .engine import CONTROL_BYTES, Engine, control_tag
+from .link import Link
+from .listening import Listening
+from .loading import api_error, load, open_context
+from .memory import find_accelerator
+from .transport import UcxTransport
+
+if TYPE_CHECKING:
+    from . import UcxParameters
+
+__all__ = ["join"]
+
+#: Ranks are numbered in 16 bits of a tag.
+_MOST_RANKS = 1 << 16
+
+
+class _Peer(NamedTuple):
+    """What a rank tells the others of itself.
+
+    Attributes:
+        worker: the address of its UCX worker.
+        ucx_port: where its UCX listener is; 0 where it has none.
+        machine: the same on all ranks that share a kernel and may reach each other through it.
+    """
+
+    host: str
+    port: int
+    terms: Terms
+    worker: bytes
+    ucx_port: int
+    machine: bytes
+
+    def pack(self) -> bytes:
+        packed: bytes = msgpack.packb(
+            [
+                self.host,
+                self.port,
+                self.terms.eager_bytes,
+                self.terms.early_bytes,
+                self.worker,
+                self.ucx_port,
+                self.machine,
+            ]
+        )
+        return packed
+
+    @classmethod
+    def unpack(cls, data: bytes, rank: int) -> _Peer:
+        """Read and check what rank `rank` told."""
+        try:
+            host, port, eager, early, worker, ucx_port, machine = msgpack.unpackb(
+                data, max_str_len=256, max_bin_len=1 << 16, max_array_len=7
+            )
+            numbers = all(type(n) is int and n >= 0 for n in (port, eager, early, ucx_port))
+            if type(host) is not str or not numbers or max(port, ucx_port) > 65535:
+                raise ValueError
+            if type(worker) is not bytes or not worker or type(machine) is not bytes:
+                raise ValueError
+            ipaddress.ip_address(host)
+        except (ValueError, TypeError, msgpack.UnpackException):
+            raise ProtocolError(f"rank {rank} sent no usable address", rank=rank) from None
+        return cls(host, port, Terms(eager, early), worker, ucx_port, machine)
+
+    def endpoint(self, job: Job) -> Endpoint:
+        """Where to dial this rank's lifeline."""
+        return Endpoint(partial(self._find, job), f"{self.host} port {self.port}")
+
+    async def address(self, job: Job) -> tuple[str, int]:
+        """Host and port of its lifeline's listener."""
+        host, port = (await self._find(job))[1][:2]
+        return host, port
+
+    async def _find(self, job: Job) -> tuple[int, Any]:
+        if ipaddress.ip_address(self.host).is_unspecified:  # rank 0 listens everywhere: as it was reached
+            return (await _resolve(job, job.host or "127.0.0.1", self.port))[0]
+        return socket.AF_INET6 if ":" in self.host else socket.AF_INET, (self.host, self.port)
+
+
+async def join(job: Job) -> Transport:
+    """Meet the other ranks and link up with each.
+
+    Raises:
+        ConfigError: there is no address to listen on, UCX takes a parameter not, or finds no way to a peer.
+        TransportUnavailableError: ucxx does not load.
+        CollectiveTimeoutError: some ranks did not come or did not link up; ``missing`` names them.
+        PeerLostError: a rank died after the meeting.
+        AuthenticationError: what listens where a rank should be did not prove the secret.
+        ProtocolError: a rank told nonsense of itself.
+    """
+    parameters: UcxParameters = job.parameters
+    facts: dict[str, object] = {"scheme": "ucx", "progress": parameters.progress}
+    if job.world_size == 1:
+        await job.meet(b"")
+        return UcxTransport(job, None, _capabilities(parameters, False), facts)
+    _check(job, parameters)
+    api = await asyncio.to_thread(load)
+    context = await asyncio.to_thread(open_context, api, parameters)
+    accelerator = find_accelerator(bool(context.cuda_support))
+    engine = Engine(api, context, parameters.progress, _spin(job, parameters))
+    facts["cuda"] = accelerator.native
+    transport = UcxTransport(job, engine, _capabilities(parameters, accelerator.native), facts)
+    try:
+        listener = await _listen(job, parameters)
+        with listener:
+            host, port = await _public_address(job, listener)
+            listening = Listening(engine) if parameters.listen else None
+            ucx_port = listening.port if listening else 0
+            us = _Peer(host, port, parameters.terms, engine.address, ucx_port, _machine())
+            meeting = await job.meet(us.pack())
+            peers = {r: _Peer.unpack(data, r) for r, data in meeting.peers(job.rank).items()}
+            mesh = Mesh(job, meeting.session)
+            await mesh.link(listener, {rank: peer.endpoint(job) for rank, peer in peers.items()})
+        links: dict[int, Link] = {}
+        try:
+            if listening is None:
+                endpoints = {rank: _endpoint(job, api, engine, rank, peer) for rank, peer in peers.items()}
+            else:
+                hosts = {rank: (await peer.address(job))[0] for rank, peer in peers.items()}
+                endpoints = await listening.link(
+                    job,
+                    meeting.session,
+                    mesh.sockets,
+                    lambda rank: _dial(job, api, engine, rank, hosts[rank], peers[rank].ucx_port),
+                )
+                listening.close()
+            for rank, peer in peers.items():
+                links[rank] = Link(
+                    rank,
+                    engine,
+                    endpoints[rank],
+                    engine.tag(control_tag(_key(job, meeting.session, rank), job.rank)),
+                    mesh.sockets[rank],
+                    parameters,
+                    peer.terms,
+                    accelerator,
+                    transport.stale,
+                )
+        except BaseException:
+            for rank, sock in mesh.sockets.items():
+                if rank not in links:
+                    sock.close()
+            raise
+        finally:
+            transport.link(links)
+        engine.start(_key(job, meeting.session, job.rank), transport.on_control)
+        await _greet(job, transport, links)
+    except BaseException:
+        transport.abort("it could not be set up")
+        raise
+    return transport
+
+
+def _check(job: Job, parameters: UcxParameters) -> None:
+    if job.world_size > _MOST_RANKS:
+        raise ConfigError(f"ucx:// takes up to {_MOST_RANKS} ranks, not {job.world_size}")
+    largest = CONTROL_BYTES // 2
+    if parameters.eager_bytes > largest:
+        raise ConfigError(f"eager_bytes={parameters.eager_bytes} is over the limit of {largest} of ucx://")
+
+
+def _capabilities(parameters: UcxParameters, device_memory: bool) -> Capabilities:
+    return Capabilities(
+        device_memory=device_memory,
+        eager_bytes=parameters.eager_bytes,
+        segment_bytes=parameters.segment_bytes,
+        latency=15e-6,
+        bandwidth=5e9,
+    )
+
+
+def _endpoint(job: Job, api: Any, engine: Engine, rank: int, peer: _Peer) -> Any:
+    """An endpoint to a peer's worker."""
+    try:
+        return engine.endpoint(peer.worker)
+    except api_error(api) as error:
+        where = "on this host" if peer.machine == _machine() else f"at {peer.host}"
+        raise ConfigError(
+            f"rank {job.rank}: UCX finds no way to rank {rank} {where} ({error}); give all ranks the same "
+            "tls= and net_devices=, with a transport that reaches it (tcp does)",
+            rank=job.rank,
+        ) from None
+
+
+def _dial(job: Job, api: Any, engine: Engine, rank: int, host: str, port: int) -> Any:
+    """An endpoint to a peer's listener."""
+    if not port:
+        raise ConfigError(f"rank {rank} has no UCX listener; give all ranks the same listen=", rank=job.rank)
+    try:
+        return engine.dial(host, port)
+    except api_error(api) as error:
+        raise ConfigError(
+            f"rank {job.rank}: UCX finds no way to rank {rank} at {host} port {port} ({error}); give all "
+            "ranks the same tls= and net_devices=, or leave listen= out",
+            rank=job.rank,
+        ) from None
+
+
+async def _greet(job: Job, transport: UcxTransport, links: dict[int, Link]) -> None:
+    try:
+        async with asyncio.timeout(job.remaining()):
+            await transport.greet()
+    except TimeoutError:
+        missing = tuple(rank for rank, link in links.items() if not link.met.done())
+        raise CollectiveTimeoutError(
+            f"rank {job.rank} of {job.world_size}: nothing came over UCX from ranks "
+            f"{', '.join(map(str, missing))} within timeout={job.timeout:g} s; give all ranks the "
+            "same tls= and net_devices=, or look for a firewall between them",
+            missing=missing,
+        ) from None
+
+
+def _key(job: Job, session: bytes, rank: int) -> int:
+    """What marks small messages to `rank`: known to who knows the secret and was at the meeting."""
+    text = b"ruda-async ucx|" + session + b"|" + rank.to_bytes(4, "big")
+    return int.from_bytes(hmac.digest(job.secret.reveal(), text, hashlib.sha256)[:8], "big")
+
+
+def _machine() -> bytes:
+    """Names the kernel this process runs on, for error texts."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+            return hashlib.blake2b(file.read(), digest_size=8).digest()
+    except OSError:
+        return hashlib.blake2b(socket.gethostname().encode(), digest_size=8).digest()
+
+
+def _spin(job: Job, parameters: UcxParameters) -> float:
+    if parameters.spin >= 0:
+        return parameters.spin
+    # Spinning on a core that the peer needs makes both late.
+    return 20e-6 if job.world_size <= len(os.sched_getaffinity(0)) else 0.0
+
+
+# ---------------------------------------------------------------------- where the lifelines are dialled
+
+
+async def _listen(job: Job, parameters: UcxParameters) -> socket.socket:
+    """A listener for higher ranks, by default on the address by which this host reaches rank 0."""
+    bind = parameters.bind or job.host or "127.0.0.1"
+    failure: OSError | None = None
+    for family, address in await _resolve(job, bind, job.port or 1):
+        try:
+            where = address[0] if parameters.bind or job.rank == 0 else _route_to(family, address)
+            listener = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                listener.bind((where, 0))
+                listener.listen(job.world_size + MAX_STRANGERS)
+                listener.setblocking(False)
+            except BaseException:
+                listener.close()
+                raise
+            return listener
+        except OSError as error:
+            failure = error
+    raise ConfigError(
+        f"rank {job.rank} cannot listen on {bind!r}: {failure.strerror if failure else 'no address'}; "
+        "give this host's own address as bind="
+    )
+
+
+async def _public_address(job: Job, listener: socket.socket) -> tuple[str, int]:
+    """Where the other ranks reach `listener`."""
+    host, port = listener.getsockname()[:2]
+    if job.rank and ipaddress.ip_address(host).is_unspecified:
+        family, address = (await _resolve(job, job.host or "127.0.0.1", job.port or 1))[0]
+        host = _route_to(family, address)
+    return host, port
+
+
+async def _resolve(job: Job, host: str, port: int) -> list[tuple[int, Any]]:
+    """The families and addresses that `host` stands for; at least one.
+
+    Raises:
+        ConfigError: it is not found.
+    """
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(job.remaining()):
+            infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or str(error) or "no answer in time"
+        raise ConfigError(
+            f"rank {job.rank}: the host {host!r} is not found: {reason}; check the URL and bind="
+        ) from None
+    return [(family, address) for family, _, _, _, address in infos]
+
+
+def _route_to(family: int, address: Any) -> str:
+    """The local address from which `address` is reached; sends nothing."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        host: str = probe.getsockname()[0]
+        return host
