@@ -38,11 +38,38 @@ from ruda_async.transport import Capabilities, Job, composable_plugins, host_ide
 from ruda_async.transport.conformance import SCENARIOS, run_scenario, runner
 from ruda_async.transport.registry import get_plugin, plugins, register_plugin, unregister_plugin
 
-if "auto" in SCHEMES:
+if "shm" in SCHEMES:
     from ruda_auto.plan import Bid, Offer, decide
     from ruda_auto.router import _unpack, merged
 
 pytestmark = pytest.mark.skipif("shm" not in SCHEMES, reason="no shared memory transport here: needs Linux")
+
+
+@pytest.fixture(autouse=True)
+def no_ucx(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is chosen must not depend on what else this machine has."""
+    if "with_ucx" not in request.fixturenames:
+        monkeypatch.delattr("ruda_ucx.UcxPlugin.reach")
+
+
+@pytest.fixture
+def with_ucx() -> None:
+    pytest.importorskip("ucxx", reason="pip install 'ruda-async[ucx]'")
+
+
+async def test_ucx_goes_between_hosts_where_all_have_it(with_ucx: None) -> None:
+    async def rank_main(rank: int) -> Any:
+        island = f"?island={rank // 2}"
+        async with ruda_async.connect(shared + island, rank=rank, world_size=4, timeout=30) as comm:
+            large = np.arange(100_000) * (rank + 1)
+            assert (await comm.all_reduce_sum(large) == np.arange(100_000) * 10).all()
+            return comm.describe()["transport"]["links"]
+
+    shared = fresh_url("auto")
+    links = await asyncio.gather(*(rank_main(rank) for rank in range(4)))
+    assert links[0] == {"shm": [1], "ucx": [2, 3]}
+    assert links[3] == {"shm": [2], "ucx": [0, 1]}
+
 
 PAIRS = [{"island": "a"}, {"island": "a"}, {"island": "b"}, {"island": "b"}]
 

@@ -80,7 +80,7 @@ class Feed:
         self._place = place
         self._board = 0
         self.readers = readers
-        self.blocks = -(-len(data) // block)
+        self.blocks = -(-len(data) // block) if readers else 0
         self.published = 0
         link.count(sent=len(data) * len(readers))
 

@@ -22,7 +22,7 @@ from ruda_async.node import _NOTICES
 from ruda_async.rendezvous.records import Join, refused_error
 from ruda_async.transport import Terms, wire
 from ruda_async.transport.base import UnexpectedMessage, never_stale
-from ruda_async.transport.framed.activity import Activity
+from ruda_async.transport.framed.activity import activity_of
 from ruda_async.transport.framed.link import Link
 from ruda_async.transport.handshake import prove
 from ruda_async.transport.job import Secret
@@ -78,7 +78,7 @@ def link(data: bytes) -> None:
     """
     stream = _Bytes(data[1:])
     terms = Terms(eager_bytes=256, early_bytes=4096)
-    one = Link(1, stream, terms, terms, _loop, Activity(_loop), never_stale, bool(data[:1] > b"\x7f"))
+    one = Link(1, stream, terms, terms, _loop, activity_of(_loop), never_stale, bool(data[:1] > b"\x7f"))
     small, large = bytearray(8), bytearray(1000)
     one.receiver.recv_into(3, (memoryview(small),), b"")
     one.receiver.recv_into(4, (memoryview(large[:500]), memoryview(large)[500:]), b"h")

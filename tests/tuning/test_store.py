@@ -125,7 +125,7 @@ def test_numbers_replace_what_a_transport_declares() -> None:
     agreed = with_numbers(declared, OTHER, 4096)
     assert numbers_of(agreed) == OTHER
     assert (agreed.segment_bytes, agreed.max_message) == (4096, 77)
-    case = case_of(10, 4, agreed, True)
+    case = case_of(10, 4, agreed, True, True)
     assert (case.alpha, case.overhead, case.beta, case.gamma) == (5e-5, 0.0, 1 / 6e8, 1 / 7e9)
     assert (case.nbytes, case.wide) == (10, 20)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import mmap
 import os
 import socket
 import struct
@@ -18,6 +17,8 @@ from functools import partial
 
 from ruda_async.transport import DONE, PeerLostError, fail_future
 
+from .mapping import map_shared
+from .spare import Spare
 from .stream import RingStream
 
 __all__ = ["SharedRegions"]
@@ -31,9 +32,10 @@ _MOST = 1 << 46
 class _Peer:
     """What this rank has of one other: its regions, and waits for what it writes."""
 
-    __slots__ = ("maps", "rank", "sock", "stream", "unsent", "waits")
+    __slots__ = ("maps", "rank", "sock", "spare", "stream", "unsent", "waits")
 
-    def __init__(self, rank: int, stream: RingStream, sock: socket.socket) -> None:
+    def __init__(self, rank: int, stream: RingStream, sock: socket.socket, spare: Spare) -> None:
+        self.spare = spare
         self.rank = rank
         self.stream = stream
         self.sock = sock
@@ -44,22 +46,27 @@ class _Peer:
 
     def receive(self) -> None:
         """Take in what the peer said of its regions."""
-        while True:
-            try:
-                data, descriptors, _, _ = socket.recv_fds(self.sock, _NOTE.size, 1)
-            except (BlockingIOError, OSError):
-                return
-            try:
-                if len(data) != _NOTE.size:
-                    return  # the end
-                number, nbytes = _NOTE.unpack(data)
-                if not nbytes:
-                    self.maps.pop(number, None)
-                elif len(descriptors) == 1 and os.fstat(descriptors[0]).st_size == nbytes <= _MOST:
-                    self.maps[number] = memoryview(mmap.mmap(descriptors[0], nbytes))
-            finally:
-                for descriptor in descriptors:
-                    os.close(descriptor)
+        with self.spare:
+            while self._receive_one():
+                pass
+
+    def _receive_one(self) -> bool:
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self.sock, _NOTE.size, 1)
+        except OSError:  # none is there
+            return False
+        try:
+            if len(data) != _NOTE.size:
+                return False  # the end
+            number, nbytes = _NOTE.unpack(data)
+            if not nbytes:
+                self.maps.pop(number, None)
+            elif len(descriptors) == 1 and os.fstat(descriptors[0]).st_size == nbytes <= _MOST:
+                self.maps[number] = map_shared(descriptors[0], nbytes)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        return True
 
     def wake(self) -> None:
         """The peer rang: end the waits whose condition holds, and ask again for the others."""
@@ -96,25 +103,27 @@ class SharedRegions:
         self._patience = patience
         self._last = 0
         self._own: dict[int, memoryview] = {}
-        self._peers = {rank: _Peer(rank, streams[rank], sockets[rank]) for rank in streams}
+        self._spare = Spare()
+        self._peers = {rank: _Peer(rank, streams[rank], sockets[rank], self._spare) for rank in streams}
         for peer in self._peers.values():
             self._loop.add_reader(peer.sock.fileno(), peer.receive)
             peer.stream.on_signal(peer.wake, partial(self._lost, peer))
 
     def create(self, nbytes: int) -> tuple[int, memoryview]:
         """See `Regions.create`."""
-        descriptor = os.memfd_create("ruda-async", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(descriptor, nbytes)
-            view = memoryview(mmap.mmap(descriptor, nbytes))
-            self._last = number = self._last + 1
-            note = _NOTE.pack(number, nbytes)
-            for peer in self._peers.values():
-                self._tell_gone(peer)
-                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died and needs none
-                    socket.send_fds(peer.sock, [note], [descriptor])
-        finally:
-            os.close(descriptor)
+        with self._spare:
+            descriptor = os.memfd_create("ruda-async", os.MFD_CLOEXEC)
+            try:
+                os.ftruncate(descriptor, nbytes)
+                view = map_shared(descriptor, nbytes)
+                self._last = number = self._last + 1
+                note = _NOTE.pack(number, nbytes)
+                for peer in self._peers.values():
+                    self._tell_gone(peer)
+                    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died, needs none
+                        socket.send_fds(peer.sock, [note], [descriptor])
+            finally:
+                os.close(descriptor)
         self._own[number] = view
         return number, view
 
@@ -177,3 +186,4 @@ class SharedRegions:
                 peer.sock.close()
             peer.maps.clear()
         self._own.clear()
+        self._spare.close()

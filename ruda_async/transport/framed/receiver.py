@@ -357,6 +357,7 @@ class Receiver:
         cost = 0 if follows else nbytes + OVERHEAD
         self._spend(cost)
         inbound = Inbound(self, -1, tag, head, nbytes, asked=True, cost=cost)
+        inbound.live = self.inbox.closed is None  # if not, see `_offered`
         self._match(inbound)
         self._current, self._left = inbound, nbytes
 
@@ -412,6 +413,8 @@ class Receiver:
     def _offered(self, frame: wire.Frame, head: bytes) -> None:
         if frame.ident in self._inbound:
             raise ProtocolError(f"message {frame.ident} is offered twice")
+        if self.inbox.closed is not None:
+            return  # the link broke under a write meanwhile: this payload does not come any more
         self.messages += 1
         self.bytes += frame.payload_bytes
         tag = frame.tag
