@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import time
 
 import numpy as np
 import pytest
 from support import run_ranks
 
-from ruda_async import AsyncCommunicator, CommunicatorClosedError, ConfigError
+from ruda_async import (
+    AsyncCommunicator,
+    CollectiveCancelledError,
+    CollectiveMismatchError,
+    CommunicatorClosedError,
+    ConfigError,
+)
 
 
 async def test_channels_entered_in_different_orders(url: str) -> None:
@@ -241,3 +249,55 @@ async def test_subgroups_are_checked() -> None:
             comm.subgroup((0, 1), "")
 
     await run_ranks(2, body)
+
+
+SOAK_SECONDS = float(os.environ.get("RUDA_SOAK_SECONDS", "120"))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(SOAK_SECONDS + 300)
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads the process's memory from /proc")
+async def test_soak_of_short_channels(url: str) -> None:
+    """Hundreds in flight, always new names, some cancelled: right results, and memory stays."""
+
+    def memory() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    async def body(comm: AsyncCommunicator) -> tuple[int, int]:
+        made = 0
+
+        async def request(number: int) -> None:
+            async with comm.channel(f"request-{number}") as channel:
+                if number % 50 == 7 and comm.rank == 1:
+                    calling = asyncio.ensure_future(channel.barrier())
+                    await asyncio.sleep(0)
+                    calling.cancel()
+                    await asyncio.wait([calling])
+                    return
+                try:
+                    total = await channel.all_reduce_sum(np.full(64, float(number + comm.rank)))
+                except (CollectiveCancelledError, CollectiveMismatchError):
+                    assert number % 50 == 7
+                    return
+                assert (total == 3.0 * number + 3).all()
+                assert number % 50 != 7
+
+        async def turn() -> None:
+            nonlocal made
+            numbers = list(range(made, made + 300))
+            random.Random(comm.rank + made).shuffle(numbers)
+            await asyncio.gather(*map(request, numbers))
+            made += 300
+
+        while made < 36_000:  # so many closed channels are remembered
+            await turn()
+        before = memory()
+        ends = time.monotonic() + SOAK_SECONDS
+        while await comm.all_reduce(np.array([int(time.monotonic() < ends)]), "min"):
+            await turn()
+        assert comm.stats()["channels"] == 1
+        return before, memory()
+
+    for before, after in await run_ranks(3, body, url=url, limit=SOAK_SECONDS + 280, timeout=60):
+        assert after < before * 1.1 + 16e6, (before, after)

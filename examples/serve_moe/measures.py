@@ -27,7 +27,7 @@ class StallMeter:
 
     def __init__(self) -> None:
         self.worst = 0.0
-        self._late: deque[float] = deque(maxlen=3000)
+        self._late: deque[float] = deque(maxlen=1000)
         self._task = asyncio.ensure_future(self._run())
 
     async def _run(self) -> None:
@@ -39,7 +39,7 @@ class StallMeter:
             self.worst = max(self.worst, late)
 
     def describe(self) -> dict[str, float]:
-        """In milliseconds, over the last half minute."""
+        """In milliseconds, over the last ten seconds."""
         return {f"{name}_ms": 1000 * value for name, value in percentiles(self._late).items()}
 
     def stop(self) -> None:

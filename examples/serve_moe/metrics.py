@@ -29,7 +29,7 @@ class Metrics:
 
     def __init__(self, front: Front) -> None:
         self._front = front
-        self._latencies: deque[float] = deque(maxlen=4096)
+        self._latencies: deque[float] = deque(maxlen=2048)
         self._codes: dict[str, int] = {}
         registry = self._registry = CollectorRegistry()
         self._requests = Counter("serve_requests", "Requests by outcome.", ["code"], registry=registry)
