@@ -334,7 +334,12 @@ class Node:
                 channel.on_report(channel.members.index(peer), sequence % SEQUENCES, head)
         elif kind == "lost":
             rank, text = fields
-            if rank != self.transport.rank and 0 <= rank < self.transport.world_size:
+            # One that was dropped while it stood still takes the others for lost once it goes on.
+            if (
+                peer not in self.lost
+                and rank != self.transport.rank
+                and 0 <= rank < self.transport.world_size
+            ):
                 self._on_lost(rank, PeerLostError(text, rank=rank))
         elif kind == "costs":
             segment_bytes, *numbers = fields

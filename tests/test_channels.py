@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import time
 
 import numpy as np
 import pytest
 from support import run_ranks
 
-from ruda_async import AsyncCommunicator, CommunicatorClosedError, ConfigError
+from ruda_async import (
+    AsyncCommunicator,
+    CollectiveCancelledError,
+    CollectiveMismatchError,
+    CommunicatorClosedError,
+    ConfigError,
+)
 
 
 async def test_channels_entered_in_different_orders(url: str) -> None:
@@ -166,6 +174,50 @@ async def test_closed_here_while_large_messages_are_under_way(url: str) -> None:
     await run_ranks(2, body, url=url)
 
 
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("ranks", [2, 4])
+async def test_a_thousand_channels_in_flight_entered_in_another_order_on_each_rank(
+    url: str, ranks: int
+) -> None:
+    """As in a server: an uneven exchange, a sum and the way back, all begun before any can end."""
+    count = 1000
+
+    async def body(comm: AsyncCommunicator) -> None:
+        order = list(range(count))
+        random.Random(f"{comm.rank} of {ranks}").shuffle(order)
+        begun = 0
+        all_begun = asyncio.Event()
+
+        async def request(number: int) -> None:
+            nonlocal begun
+            async with comm.channel(f"request-{number}") as channel:
+                begun += 1
+                if begun == count:
+                    all_begun.set()
+                if comm.rank == number % ranks:  # the others wait for this rank
+                    await all_begun.wait()
+                counts = [(number + comm.rank + peer) % 3 for peer in range(ranks)]
+                values = [number * 100.0 + comm.rank * 10 + peer for peer in range(ranks)]
+                rows = np.repeat(np.array(values), counts)[:, None]
+                there = await channel.all_to_all_v_float(rows, counts)
+                expected = [
+                    number * 100.0 + peer * 10 + comm.rank
+                    for peer in range(ranks)
+                    for _ in range((number + comm.rank + peer) % 3)
+                ]
+                assert there.value[:, 0].tolist() == expected
+                total = await channel.all_reduce_sum(np.array([float(number)]))
+                assert total.tolist() == [ranks * float(number)]
+                back = await channel.all_to_all_v_float(there.value, there.receive_counts)
+                np.testing.assert_array_equal(back.value, rows)
+
+        await asyncio.gather(*map(request, order))
+        stats = comm.stats()
+        assert (stats["channels"], stats["in_flight"], stats["failed"]) == (1, 0, 0)
+
+    await run_ranks(ranks, body, url=url, limit=110, timeout=100)
+
+
 async def test_subgroup_is_made_without_communication(url: str) -> None:
     async def body(comm: AsyncCommunicator) -> None:
         order = (3, 0, 2)
@@ -197,3 +249,55 @@ async def test_subgroups_are_checked() -> None:
             comm.subgroup((0, 1), "")
 
     await run_ranks(2, body)
+
+
+SOAK_SECONDS = float(os.environ.get("RUDA_SOAK_SECONDS", "120"))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(SOAK_SECONDS + 300)
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads the process's memory from /proc")
+async def test_soak_of_short_channels(url: str) -> None:
+    """Hundreds in flight, always new names, some cancelled: right results, and memory stays."""
+
+    def memory() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    async def body(comm: AsyncCommunicator) -> tuple[int, int]:
+        made = 0
+
+        async def request(number: int) -> None:
+            async with comm.channel(f"request-{number}") as channel:
+                if number % 50 == 7 and comm.rank == 1:
+                    calling = asyncio.ensure_future(channel.barrier())
+                    await asyncio.sleep(0)
+                    calling.cancel()
+                    await asyncio.wait([calling])
+                    return
+                try:
+                    total = await channel.all_reduce_sum(np.full(64, float(number + comm.rank)))
+                except (CollectiveCancelledError, CollectiveMismatchError):
+                    assert number % 50 == 7
+                    return
+                assert (total == 3.0 * number + 3).all()
+                assert number % 50 != 7
+
+        async def turn() -> None:
+            nonlocal made
+            numbers = list(range(made, made + 300))
+            random.Random(comm.rank + made).shuffle(numbers)
+            await asyncio.gather(*map(request, numbers))
+            made += 300
+
+        while made < 36_000:  # so many closed channels are remembered
+            await turn()
+        before = memory()
+        ends = time.monotonic() + SOAK_SECONDS
+        while await comm.all_reduce(np.array([int(time.monotonic() < ends)]), "min"):
+            await turn()
+        assert comm.stats()["channels"] == 1
+        return before, memory()
+
+    for before, after in await run_ranks(3, body, url=url, limit=SOAK_SECONDS + 280, timeout=60):
+        assert after < before * 1.1 + 16e6, (before, after)

@@ -20,6 +20,7 @@ from ruda_async import (
     CommunicatorClosedError,
     PeerLostError,
     TensorContractError,
+    notices,
 )
 
 
@@ -367,3 +368,23 @@ async def test_cancelled_while_its_payload_lies_in_the_socket(url: str) -> None:
 async def one_rank(url: str, rank: int, body: Callable[[AsyncCommunicator], Awaitable[None]]) -> None:
     async with ruda_async.connect(url, rank=rank, world_size=2, timeout=10) as comm:
         await body(comm)
+
+
+async def test_what_a_dropped_rank_says_of_others_is_not_believed(url: str) -> None:
+    """It stood still, so the others gave it up; going on, it finds the others gone, and says so."""
+    over = asyncio.Event()
+
+    async def body(comm: AsyncCommunicator) -> None:
+        await comm.barrier()
+        if comm.rank == 2:
+            await over.wait()
+            return
+        comm.node._on_lost(2, PeerLostError("silent", rank=2))
+        comm.node._hear(2, bytearray(notices.encode("lost", 1 - comm.rank, "silent")))
+        shrunk = await comm.shrink()
+        assert shrunk.world_size == 2
+        await still_works(shrunk)
+        assert comm.stats()["lost"] == [2]
+        over.set()
+
+    await run_ranks(3, body, url=url)

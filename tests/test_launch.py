@@ -151,6 +151,33 @@ def test_the_first_failure_ends_the_others(
     assert all(gone(pid, 0) for pid in pids)
 
 
+def test_the_others_may_go_on(script: Callable[[str], str]) -> None:
+    path = script("""
+        if rank == 1:
+            os.kill(os.getpid(), 9)
+        if rank == 2:
+            sys.exit(3)
+        for line in sys.stdin:  # told that both are gone
+            pass
+        print("done", flush=True)
+        sys.exit(5)
+    """)
+    with launched("-n", "3", "--keep-going", path, stdin=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        assert process.stdin is not None
+        notes = sorted(process.stderr.readline() for _ in range(2))
+        process.stdin.close()
+        process.stdin = None
+        output, more = process.communicate(timeout=LIMIT)
+    assert notes == [
+        b"ruda-async: rank 1 was ended by SIGKILL; the others go on\n",
+        b"ruda-async: rank 2 exited with code 3; the others go on\n",
+    ]
+    assert output == b"[rank 0] done\n"
+    assert process.returncode == 5
+    assert b"rank 0 exited with code 5" in more
+
+
 def test_ranks_that_ignore_sigterm_are_killed(script: Callable[[str], str], fifo: str) -> None:
     path = script(f"""
         import signal, threading

@@ -40,6 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how long ranks that are asked to end may take before they are killed (5)",
     )
     parser.add_argument(
+        "--keep-going",
+        action="store_true",
+        help="a rank other than 0 that fails does not end the others, and the exit code is rank 0's",
+    )
+    parser.add_argument(
         "--trace-dir",
         metavar="DIR",
         help="the folder that ranks write flight records to; by default RUDA_TRACE_DIR",
@@ -64,4 +69,12 @@ def main(args: argparse.Namespace) -> int:
     from ..launch import run
 
     argv = args.command_line if args.module is None else ["-m", *args.module]
-    return run(args.ranks, argv, args.url, prefix=args.prefix, grace=args.grace, trace_dir=args.trace_dir)
+    return run(
+        args.ranks,
+        argv,
+        args.url,
+        prefix=args.prefix,
+        grace=args.grace,
+        trace_dir=args.trace_dir,
+        keep_going=args.keep_going,
+    )

@@ -50,12 +50,13 @@ def run(
     prefix: bool = True,
     grace: float = 5.0,
     trace_dir: str | Path | None = None,
+    keep_going: bool = False,
 ) -> int:
     """Run `argv` once per rank and wait for all; ``connect()`` without arguments joins them.
 
     When a rank fails, the others get SIGTERM, and SIGKILL when `grace` has passed; so do processes that they
-    started. Ctrl-C (SIGINT) is passed on once, with the same sequel; a second one kills at once.
-    Standard input goes to rank 0.
+    started. With `keep_going` only rank 0 ends the others, by failing. Ctrl-C (SIGINT) is passed on once,
+    with the same sequel; a second one kills at once. Standard input goes to rank 0.
 
     Args:
         world_size: the number of ranks.
@@ -66,9 +67,11 @@ def run(
             whole lines.
         grace: seconds.
         trace_dir: the folder that ranks write flight records to; by default ``RUDA_TRACE_DIR``.
+        keep_going: other ranks than 0 may fail, for programs that go on without them.
 
     Returns:
-        0, or the exit code of the first rank that failed, as shells give it: 128 + n for a signal n.
+        0, or the exit code of the first rank that failed, as shells give it: 128 + n for a signal n. With
+        `keep_going` that of rank 0.
 
     Raises:
         ConfigError: the program or the URL cannot be used.
@@ -76,7 +79,7 @@ def run(
     command = _command(argv)
     with prepare(url, world_size) as plan:
         folder = None if trace_dir is None else Path(trace_dir).absolute()
-        return asyncio.run(_Launcher(plan, command, prefix, grace, folder).run())
+        return asyncio.run(_Launcher(plan, command, prefix, grace, folder, keep_going).run())
 
 
 def _command(argv: Sequence[str]) -> list[str]:
@@ -137,13 +140,20 @@ class _Launcher:
     """One run."""
 
     def __init__(
-        self, plan: Plan, command: list[str], prefix: bool, grace: float, trace_dir: Path | None
+        self,
+        plan: Plan,
+        command: list[str],
+        prefix: bool,
+        grace: float,
+        trace_dir: Path | None,
+        keep_going: bool,
     ) -> None:
         self._plan = plan
         self._command = command
         self._prefix = prefix
         self._grace = grace
         self._trace_dir = trace_dir
+        self._keep_going = keep_going
         self._screen = Screen()
         self._out = binary_stream(sys.stdout)
         self._err = binary_stream(sys.stderr)
@@ -248,10 +258,14 @@ class _Launcher:
         code = await self._loop.run_in_executor(self._waiters, rank.process.wait)
         if code == 0:
             return
+        how = f"was ended by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
+        if self._keep_going and rank.rank:
+            if self._ending is None and self._signal is None:
+                await self._note(f"rank {rank.rank} {how}; the others go on")
+            return
         if self._code == 0:
             self._code = 128 - code if code < 0 else code
         if self._ending is None:
-            how = f"was ended by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
             others = "" if self._plan.world_size == 1 else "; ending the other ranks"
             self._end(signal.SIGTERM)
             await self._note(f"rank {rank.rank} {how}{others}")

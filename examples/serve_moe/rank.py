@@ -1,0 +1,160 @@
+"""The life of a rank: generation after generation."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+
+import torch
+
+import ruda_async
+from ruda_async import AsyncCommunicator, RudaError
+
+from .front import Front
+from .generation import AGREE_SECONDS, Generation, follow
+from .measures import StallMeter
+from .options import Options, parse
+from .placement import FrontLostError
+from .shard import describe
+
+__all__ = ["Rank", "main"]
+
+log = logging.getLogger("serve_moe")
+
+
+class Rank:
+    """One rank; with a `Front`, the one that speaks HTTP."""
+
+    def __init__(self, options: Options, experts: int, front: Front | None, meter: StallMeter) -> None:
+        self._options = options
+        self._experts = experts
+        self._front = front
+        self._meter = meter
+        self._held = range(0)
+        self._root: AsyncCommunicator | None = None
+
+    async def live(self) -> None:
+        """Serve until the front is told to stop.
+
+        Raises:
+            RudaError, FrontLostError: this rank cannot go on.
+        """
+        comm = await self._connect(self._options.join)
+        even = True
+        try:
+            while True:
+                generation = None
+                try:
+                    generation = await Generation.begin(
+                        comm,
+                        self._options,
+                        self._experts,
+                        self._front is not None,
+                        self._held,
+                        even,
+                        self._meter,
+                    )
+                    self._held = generation.shard.held
+                    lead = follow if self._front is None else self._front.lead
+                    following = await lead(generation)
+                    if following is None:
+                        return
+                    await generation.close()
+                    comm, even = await self._adopt(following), True
+                except (RudaError, FrontLostError) as error:
+                    log.warning("rank %d of %d: %s", comm.rank, comm.world_size, error)
+                    comm, even = await self._recover(comm, generation, error)
+                finally:
+                    if generation is not None:
+                        await generation.end()
+        finally:
+            await self._drop()
+
+    async def _recover(
+        self, comm: AsyncCommunicator, generation: Generation | None, error: Exception
+    ) -> tuple[AsyncCommunicator, bool]:
+        """The ranks to go on with, and whether experts are spread anew.
+
+        Those that are left agree; who is not among them, or cannot reach them, comes anew.
+        """
+        if generation is not None:
+            await generation.close()
+            if (grown := await generation.grown()) is not None:
+                return await self._adopt(grown), True
+        even = self._options.on_loss == "replicate"
+        if not isinstance(error, FrontLostError):
+            try:
+                return await comm.shrink(timeout=AGREE_SECONDS), even
+            except RudaError as worse:
+                log.warning("rank %d of %d: %s", comm.rank, comm.world_size, worse)
+        await self._drop()
+        self._held = range(0)
+        if self._front is not None:  # the others join again
+            self._root = await ruda_async.connect(rank=0, world_size=1)
+            return self._root, even
+        if not self._options.rejoin_timeout:
+            raise error
+        return await self._connect(join=True), True
+
+    async def _connect(self, join: bool) -> AsyncCommunicator:
+        if join:
+            self._root = await ruda_async.connect(join=True, timeout=self._options.rejoin_timeout or None)
+        else:
+            self._root = await ruda_async.connect()
+        return self._root
+
+    async def _adopt(self, grown: AsyncCommunicator) -> AsyncCommunicator:
+        """Leave the links of the former generation."""
+        await self._drop()
+        self._root = grown
+        return grown
+
+    async def _drop(self) -> None:
+        root, self._root = self._root, None
+        if root is not None:
+            await root.close()
+
+
+async def _serve(options: Options, experts: int, front: bool) -> None:
+    torch.set_grad_enabled(False)  # for the loop's thread, before any task is there
+    meter = StallMeter()
+    loop = asyncio.get_running_loop()
+    try:
+        if front:
+            from .web import serving
+
+            speaker = Front(options, experts)
+            async with serving(speaker, options):
+                await Rank(options, experts, speaker, meter).live()
+        else:
+            living = asyncio.ensure_future(Rank(options, experts, None, meter).live())
+            # The launcher signals all ranks at once, and workers are needed until the front has drained. A
+            # second signal ends a worker.
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, loop.remove_signal_handler, number)
+            await living
+    finally:
+        meter.stop()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """One rank's program; the launcher's environment says who it is."""
+    options = parse(argv)
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    log.setLevel(logging.INFO)
+    torch.set_num_threads(1)
+    experts, _ = describe(options.model)
+    ranks = int(os.environ.get("RUDA_WORLD_SIZE", "1"))
+    if options.exchange == "none" and ranks != 1:
+        print("serve_moe: --exchange none is for one rank; run it with -n 1", file=sys.stderr)
+        return 2
+    front = not options.join and os.environ.get("RUDA_RANK", "0") == "0"
+    try:
+        asyncio.run(_serve(options, experts, front))
+    except (RudaError, FrontLostError, OSError) as error:
+        print(f"serve_moe: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,110 @@
+"""Placement and the queue, without processes."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from serve_moe.batching import Batcher, RefusedError, Work
+from serve_moe.placement import Placement
+
+
+@given(st.integers(1, 20), st.integers(1, 9))
+def test_even_placement_holds_every_expert_once(experts: int, ranks: int) -> None:
+    placement = Placement.even(experts, ranks)
+    assert [n for held in placement.held for n in held] == list(range(experts))
+    assert placement.absent == frozenset()
+    assert (len(placement.held[0]) > 0) == (ranks == 1)
+    workers = [len(held) for held in placement.held[ranks > 1 :]]
+    assert max(workers) - min(workers) <= 1
+
+
+@given(st.data())
+def test_what_is_held_is_owned_and_the_rest_has_some_owner(data: st.DataObject) -> None:
+    """After any ranks were lost, in any number."""
+    experts, ranks = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 9))
+    whole = Placement.even(experts, ranks)
+    lost = data.draw(st.sets(st.integers(1, ranks - 1))) if ranks > 1 else set()
+    left = Placement(experts, tuple(held for rank, held in enumerate(whole.held) if rank not in lost))
+    layout = left.layout
+    assert layout.experts == experts
+    assert all(a <= b for a, b in pairwise(layout.prefix))
+    for rank, held in enumerate(left.held):
+        assert set(held) <= set(layout.local(rank))
+    assert left.absent == {number for rank in lost for number in whole.held[rank]}
+
+
+def work(rows: int) -> Work:
+    return Work(np.full((rows, 64), rows, dtype=np.float32), 5.0)
+
+
+async def test_batches_are_full_and_in_order() -> None:
+    batcher = Batcher(10, 100, linger=0.0)
+    works = [work(rows) for rows in (4, 3, 15, 1)]
+    for one in works:
+        batcher.submit(one)
+    found = []
+    while batcher.rows:
+        batch = await batcher.next()
+        found.append([(works.index(piece.work), piece.start, piece.stop) for piece in batch])
+    assert found == [[(0, 0, 4), (1, 0, 3), (2, 0, 3)], [(2, 3, 13)], [(2, 13, 15), (3, 0, 1)]]
+
+
+async def test_a_batch_that_failed_is_the_next_but_for_clients_that_left() -> None:
+    batcher = Batcher(4, 100, linger=0.0)
+    works = [work(2), work(2), work(3)]
+    for one in works:
+        batcher.submit(one)
+    first = await batcher.next()
+    works[0].cancel()
+    batcher.put_back(first)
+    again = await batcher.next()
+    assert [(piece.work, piece.rows) for piece in again] == [(works[1], 2), (works[2], 2)]
+    batcher.drop(works[2])
+    assert batcher.rows == 0
+
+
+async def test_a_full_queue_refuses_and_says_for_how_long() -> None:
+    batcher = Batcher(4, 10, linger=0.0)
+    batcher.submit(work(8))
+    with pytest.raises(RefusedError, match="8 rows wait") as caught:
+        batcher.submit(work(3))
+    assert (caught.value.status, caught.value.retry_after) == (429, 1)
+    batcher.submit(work(2))
+    assert batcher.rows == 10
+
+
+async def test_a_batch_waits_for_company_until_it_is_full() -> None:
+    batcher = Batcher(4, 100, linger=1000.0)
+    batcher.submit(work(3))
+    waiting = asyncio.ensure_future(batcher.next())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    batcher.submit(work(1))
+    assert [piece.rows for piece in await waiting] == [3, 1]
+    # Whoever waits alone and leaves takes the wait along.
+    one = work(1)
+    one.on_cancel = batcher.drop
+    batcher.submit(one)
+    waiting = asyncio.ensure_future(batcher.next())
+    await asyncio.sleep(0)
+    one.cancel()
+    batcher.submit(work(4))
+    assert [piece.rows for piece in await waiting] == [4]
+
+
+async def test_a_request_ends_with_its_first_error() -> None:
+    one = work(4)
+    one.deliver(0, np.zeros((3, 10)))
+    one.fail(RefusedError(503, "rank_lost", "first"))
+    one.fail(RefusedError(500, "internal", "second"))
+    one.deliver(3, np.zeros((1, 10)))
+    parts = one.parts()
+    assert (await anext(parts))[0] == 0
+    with pytest.raises(RefusedError, match="first"):
+        await anext(parts)
