@@ -30,7 +30,8 @@ torch = pytest.importorskip("torch", reason="needs torch: pip install torch")
 if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
     pytest.skip("needs a torch that is built with Gloo", allow_module_level=True)
 
-pytestmark = pytest.mark.timeout(120)
+#: Behind `long`: Gloo ends the whole process where a group goes while its threads still talk.
+pytestmark = [pytest.mark.long, pytest.mark.timeout(120)]
 
 
 @pytest.fixture
