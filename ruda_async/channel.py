@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 __all__ = ["Channel"]
 
 R = TypeVar("R")
+
+#: Turns of the loop that the listener needs for what a peer announced just before its goodbye.
+_LAST_WORDS = 4
 T = TypeVar("T")
 
 
@@ -88,12 +91,24 @@ class Channel:
                 await asyncio.sleep(0)
             return result
         except BaseException as error:
-            self._give_up(operation, error)
+            final = await self._last_words(operation, error)
+            self._give_up(operation, final)
         finally:
             operation.end()
             del self.active[operation.sequence % SEQUENCES]
             if self.announced:
                 self.announced.pop(operation.sequence % SEQUENCES, None)
+
+    async def _last_words(self, operation: Operation, error: BaseException) -> BaseException:
+        """Let a peer that left in order be heard first: it may have said why."""
+        if isinstance(error, PeerLostError) and error.orderly:
+            try:
+                for _ in range(_LAST_WORDS):
+                    if operation.error is None:
+                        await asyncio.sleep(0)
+            except asyncio.CancelledError as cancelled:
+                return cancelled
+        return error
 
     def _start(self, name: str, timeout: float, settings: Settings) -> Operation:
         """Take the next sequence number."""

@@ -172,8 +172,10 @@ def test_a_killed_rank_is_noticed(certs: Certificates) -> None:
 
 async def test_damaged_records_are_a_lost_peer(certs: Certificates) -> None:
     async def body(comm: AsyncCommunicator) -> None:
-        await comm.barrier()
-        if comm.rank == 1:
+        if comm.rank == 0:
+            await comm.send(np.zeros(1), 1)
+        else:
+            await comm.recv(0)  # nothing else is under way now
             stream = comm._node.transport._links[0].stream  # type: ignore[attr-defined]
             stream._sock.send(b"\x17\x03\x03\x00\x20" + bytes(32))
         error = await outcome(comm.recv(1 - comm.rank))
