@@ -29,7 +29,7 @@ from .base import (
     never_stale,
     no_peer,
 )
-from .framed import ByteStream, FramedParameters, FramedTransport, Terms, blocking
+from .framed import ByteStream, FramedParameters, FramedTransport, Terms, blocking, patience
 from .handshake import address_text, prove, read_exactly
 from .job import Connection, Job, Meeting, Secret, StreamWrapper
 from .locality import host_identity, host_numbers
@@ -110,6 +110,7 @@ __all__ = [
     "never_stale",
     "no_peer",
     "param",
+    "patience",
     "prove",
     "reachable_address",
     "read_exactly",
