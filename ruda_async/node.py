@@ -310,7 +310,7 @@ class Node:
         except Exception as error:
             fields = {"ruda_rank": transport.rank, "ruda_peer": peer}
             log.error("rank %d: cannot hear rank %d any more: %s", transport.rank, peer, error, extra=fields)
-            lost = PeerLostError(f"rank {peer} cannot be heard any more: {error}", rank=peer)
+            lost = PeerLostError(f"rank {peer} is lost: it cannot be heard any more: {error}", rank=peer)
             if peer == 0 and not self.settled.done():
                 self.settled.set_exception(lost)
             self._on_lost(peer, lost)
@@ -358,9 +358,9 @@ class Node:
             return
         me = self.transport.rank
         fields = {"ruda_rank": me, "ruda_peer": peer}
-        log.warning("rank %d: lost rank %d: %s", me, peer, error, extra=fields)
+        log.warning("rank %d: %s", me, error, extra=fields)
         self.lost[peer] = error
-        self.flight.trigger(f"lost rank {peer}: {error}")
+        self.flight.trigger(str(error))
         self._tell(range(self.transport.world_size), notices.encode("lost", peer, str(error)))
         for channel in list(self.channels.values()):
             channel.on_lost(peer, error)

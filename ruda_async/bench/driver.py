@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import ConfigError, RudaError
+from ..installing import how_to_install
 from ..launch import spawn
 from .cases import numpy_dtype
 from .events import Inbox
@@ -84,7 +85,7 @@ def run_plan(plan: Plan, progress: Progress | None = None) -> Report:
 
 def _why_missing_mode(mode: str) -> str | None:
     if mode == "uvloop" and importlib.util.find_spec("uvloop") is None:
-        return "mode uvloop needs uvloop; pip install 'ruda-async[uvloop]'"
+        return f"mode uvloop needs uvloop; {how_to_install('uvloop')}"
     return None
 
 

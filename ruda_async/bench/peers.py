@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from ..installing import how_to_install
 from ..sync import Communicator
 from .cases import Array, Case
 from .contender import Data, Unsupported, time_calls
@@ -34,7 +35,7 @@ def why_missing(peer: str) -> str | None:
     """None when `peer` can be measured here, else one line with what to install."""
     if peer in ("gloo", "ucc"):
         if importlib.util.find_spec("torch") is None:
-            return f"{peer} needs torch; pip install torch"
+            return f"{peer} needs torch; {how_to_install('torch')}"
         if peer == "ucc":
             import torch.distributed as dist
 
@@ -42,7 +43,7 @@ def why_missing(peer: str) -> str | None:
                 return "this torch is built without UCC; install one that has it, such as NVIDIA's"
     if peer == "mpi":
         if importlib.util.find_spec("mpi4py") is None:
-            return "mpi needs mpi4py and an MPI; pip install mpi4py mpich"
+            return f"mpi needs mpi4py and an MPI; {how_to_install('mpi', 'mpich')}"
         if find_mpiexec() is None:
             return "mpi4py is here but no mpiexec; pip install mpich"
     return None

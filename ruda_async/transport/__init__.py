@@ -13,6 +13,7 @@ from ..errors import (
     RudaError,
     TransportUnavailableError,
 )
+from ..installing import how_to_install
 from . import wire
 from .addresses import listen_for_ranks, reachable_address, resolve
 from .base import (
@@ -104,6 +105,7 @@ __all__ = [
     "get_plugin",
     "host_identity",
     "host_numbers",
+    "how_to_install",
     "in_thread",
     "listen_for_ranks",
     "merge_parameters",

@@ -18,6 +18,7 @@ from ruda_async.bench.plan import OPERATIONS, Plan
 from ruda_async.bench.progress import Progress, terminal_progress
 from ruda_async.bench.results import Report
 from ruda_async.cli import bench, main
+from ruda_async.installing import how_to_install
 from ruda_async.operations import AsyncOperations
 
 TINY: dict[str, Any] = {"sizes": (8, 4096), "rounds": 2, "block": 0.001, "timeout": 20.0}
@@ -162,12 +163,12 @@ def test_what_is_missing_is_said_and_skipped(monkeypatch: pytest.MonkeyPatch) ->
         return None if name in ("torch", "mpi4py", "uvloop") else found(name, package)
 
     monkeypatch.setattr(importlib.util, "find_spec", nothing)
-    assert "pip install torch" in str(why_missing("gloo"))
-    assert "pip install mpi4py mpich" in str(why_missing("mpi"))
+    assert how_to_install("torch") in str(why_missing("gloo"))
+    assert how_to_install("mpi", "mpich") in str(why_missing("mpi"))
     plan = Plan(operations=("barrier",), urls=("memory://b",), modes=("async", "uvloop"), peers=(), **TINY)
     report = run_plan(plan)
     assert subjects(report) == {"memory async"}
-    assert report.notes == ["left out: mode uvloop needs uvloop; pip install 'ruda-async[uvloop]'"]
+    assert report.notes == [f"left out: mode uvloop needs uvloop; {how_to_install('uvloop')}"]
     with pytest.raises(ConfigError, match="nothing is left"):
         run_plan(Plan(operations=("barrier",), urls=("memory://b",), modes=("uvloop",), peers=()))
 

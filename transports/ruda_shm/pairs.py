@@ -200,7 +200,7 @@ async def _take(job: Job, sock: socket.socket, rank: int) -> tuple[mmap.mmap, so
         if flags & socket.MSG_CTRUNC:  # the kernel had no place for the descriptors
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         if len(data) != _SIZE.size or len(descriptors) != 2:
-            raise PeerLostError(f"rank {rank} died, or had no memory to share", rank=rank)
+            raise PeerLostError(f"rank {rank} is lost: it died, or had no memory to share", rank=rank)
         (size,) = _SIZE.unpack(data)
         capacity = size // 2 - HEADER_BYTES
         if (

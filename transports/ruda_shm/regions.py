@@ -167,7 +167,9 @@ class SharedRegions:
         return future
 
     def _loss(self, peer: _Peer) -> PeerLostError:
-        return PeerLostError(f"rank {peer.rank} died while its shared memory was in use", rank=peer.rank)
+        return PeerLostError(
+            f"rank {peer.rank} is lost: it died while its shared memory was in use", rank=peer.rank
+        )
 
     def _lost(self, peer: _Peer) -> None:
         waits, peer.waits = peer.waits, []
