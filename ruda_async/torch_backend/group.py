@@ -1,5 +1,8 @@
 """A process group, but for its calls: how they are started, what torch asks of it, and its end."""
 
+# torch's own C++ types say less than what is given here.
+# mypy: disable-error-code="override"
+
 from __future__ import annotations
 
 import threading

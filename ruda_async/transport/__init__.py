@@ -29,6 +29,7 @@ from .base import (
     never_stale,
     no_peer,
 )
+from .engine_provider import EngineContexts, EngineProvider, copy_in_turns, ended
 from .framed import ByteStream, FramedParameters, FramedTransport, Terms, blocking
 from .handshake import address_text, prove, read_exactly
 from .job import Connection, Job, Meeting, Secret, StreamWrapper
@@ -67,6 +68,8 @@ __all__ = [
     "Connection",
     "DeviceBuffer",
     "Endpoint",
+    "EngineContexts",
+    "EngineProvider",
     "Envelope",
     "FramedParameters",
     "FramedTransport",
@@ -98,6 +101,8 @@ __all__ = [
     "blocking",
     "composable_plugins",
     "copy",
+    "copy_in_turns",
+    "ended",
     "extract_parameters",
     "fail_future",
     "gather_bytes",
