@@ -65,8 +65,12 @@ class Rank:
     def leave(self) -> int:
         """Tell it to end after its job; its exit status."""
         assert self._process.stdin is not None
-        self._lost = True
         self._process.stdin.close()
+        return self.wait()
+
+    def wait(self) -> int:
+        """Its exit status, once it has ended."""
+        self._lost = True
         return self._process.wait(30)
 
     def end(self) -> None:
