@@ -47,7 +47,7 @@ def digits_moe(examples: Callable[[str], ModuleType]) -> ModuleType:
 def in_one_process(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[Callable[..., str]]:
-    """Runs a program's `main`, its ranks as threads, since processes take long to import torch; its output."""
+    """Runs a program's `main`, ranks as threads since processes are slow to import torch; its output."""
     spawn, threads = ruda_async.spawn, torch.get_num_threads()
 
     def start(function: Callable[..., Any], ranks: int, url: str, args: tuple[Any, ...]) -> list[Any]:
