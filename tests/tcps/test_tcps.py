@@ -233,7 +233,7 @@ def test_texts_show_paths_and_nothing_of_the_files(certs: Certificates) -> None:
 # ---------------------------------------------------------------------- no trust
 
 
-async def ends(options: list[dict[str, Any]], urls: list[str], timeout: float = 2.0) -> list[Any]:
+async def ends(options: list[dict[str, Any]], urls: list[str], timeout: float = 1.0) -> list[Any]:
     """How each rank's set-up ends: its error, and when; in rank order."""
 
     async def one(rank: int) -> Any:
@@ -291,7 +291,7 @@ async def test_no_certificate_at_all(certs: Certificates) -> None:
     url = tls_url()
     port = int(url.split(":")[2].split("/")[0])
     task = asyncio.ensure_future(
-        outcome(ruda_async.connect(url, rank=0, world_size=2, timeout=2, **certs.options()))
+        outcome(ruda_async.connect(url, rank=0, world_size=2, timeout=1, **certs.options()))
     )
     context = ssl.create_default_context(cafile=certs.ca)
     while True:
@@ -331,7 +331,7 @@ async def test_a_tls_rank_at_a_plain_port(certs: Certificates) -> None:
 
 async def test_the_secret_is_asked_for_inside_tls_too(certs: Certificates) -> None:
     options = [certs.options(secret="one"), certs.options(secret="two")]
-    (late, _), (error, _) = await ends(options, [tls_url()] * 2, timeout=1)
+    (late, _), (error, _) = await ends(options, [tls_url()] * 2)
     assert type(error) is AuthenticationError
     assert "RUDA_SECRET" in str(error)
     assert type(late) is CollectiveTimeoutError
