@@ -30,6 +30,7 @@ from .base import (
     never_stale,
     no_peer,
 )
+from .engine_provider import EngineContexts, EngineProvider, copy_in_turns, ended
 from .framed import ByteStream, FramedParameters, FramedTransport, Terms, blocking, patience
 from .handshake import address_text, prove, read_exactly
 from .job import Connection, Job, Meeting, Secret, StreamWrapper
@@ -68,6 +69,8 @@ __all__ = [
     "Connection",
     "DeviceBuffer",
     "Endpoint",
+    "EngineContexts",
+    "EngineProvider",
     "Envelope",
     "FramedParameters",
     "FramedTransport",
@@ -99,6 +102,8 @@ __all__ = [
     "blocking",
     "composable_plugins",
     "copy",
+    "copy_in_turns",
+    "ended",
     "extract_parameters",
     "fail_future",
     "gather_bytes",
