@@ -22,7 +22,7 @@ from .errors import (
 )
 from .observe.recorder import Transfer
 from .tags import channel_id, tag_of
-from .tensors import TensorSpec, adapter_for, dtype_of
+from .tensors import TensorSpec, adapter_for, dtype_of, resident_adapter
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -41,6 +41,7 @@ class PointToPoint:
         self._channel = channel
         self._tags: dict[int, int] = {}
         self._turns: dict[tuple[int, int], asyncio.Lock] = {}
+        self._find = resident_adapter if channel.node.device_memory else adapter_for
 
     async def send(self, value: Any, dest: int, tag: int, timeout: float) -> None:
         """Send a tensor to group rank `dest`."""
@@ -48,7 +49,7 @@ class PointToPoint:
         call = f"send to rank {dest} (tag {tag})"
         member, wire_tag = self._address(dest, tag, call)
         try:
-            adapter = adapter_for(value)
+            adapter = self._find(value)
             spec = adapter.spec(value)
         except TensorContractError as error:
             raise error.at(f"rank {channel.rank}, {call}", channel.rank) from None
@@ -141,7 +142,7 @@ class PointToPoint:
     def _adapter(self, like: Any, out: Any, call: str) -> TensorAdapter[Any]:
         pattern = out if out is not None else like
         try:
-            return adapter_for(np.empty(0) if pattern is None else pattern)
+            return self._find(np.empty(0) if pattern is None else pattern)
         except TensorContractError as error:
             raise error.at(f"rank {self._channel.rank}, {call}", self._channel.rank) from None
 

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from ..tensors import TensorSpec, adapter_for
+from ..tensors import TensorSpec, adapter_for, resident_adapter
 from . import hierarchical
 from .messages import (
     WINDOW,
@@ -258,7 +258,8 @@ class AllGather(Generic[T]):
             TensorContractError: a scalar, a dtype of the other kind, no such axis, or an `out` that does
                 not fit.
         """
-        self._adapter = adapter = adapter_for(self._value)
+        find = resident_adapter if settings.device_memory else adapter_for
+        self._adapter = adapter = find(self._value)
         spec = adapter.spec(self._value)
         if type(self._dim) is not int:
             self._dim = axis_of(self.operation, "dim", self._dim, spec.shape)

@@ -9,7 +9,7 @@ import msgpack
 import numpy as np
 
 from ..errors import ProtocolError, TensorContractError
-from ..tensors import TensorSpec, adapter_for, dtype_of
+from ..tensors import TensorSpec, adapter_for, dtype_of, resident_adapter
 from ..transport.provider import NativeCall
 from .broadcast import broadcast_bytes
 from .gather_scatter import binomial_scatter, direct_scatter
@@ -81,7 +81,8 @@ class Scatter(Generic[T]):
                     "scatter: the root passes the tensor to scatter, and here value is None on the root"
                 )
             self._like = np.empty(0)
-        self._adapter = adapter = adapter_for(self._like)
+        find = resident_adapter if settings.device_memory else adapter_for
+        self._adapter = adapter = find(self._like)
         if rank == root:
             if self._value is None:
                 raise TensorContractError(

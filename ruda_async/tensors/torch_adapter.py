@@ -11,10 +11,11 @@ from torch import Tensor
 
 from ..errors import TensorContractError
 from .adapter import Target, TensorSpec, check_out
+from .device import say_staged
 from .dtypes import DTYPES
 from .numpy_adapter import host_array
 
-__all__ = ["ADAPTER", "TorchAdapter"]
+__all__ = ["ADAPTER", "TorchAdapter", "check_writable", "torch_dtype", "wrote"]
 
 Array = npt.NDArray[Any]
 
@@ -37,10 +38,20 @@ class TorchAdapter:
 
     Results are plain tensors that require no gradient. On the CPU they live in memory that numpy
     allocated, which their storage cannot resize. CUDA tensors are staged through pinned host memory:
-    `read` waits for the device to have written the tensor, `finish` queues the copy on its stream.
+    `read` waits for the device to have written the tensor, `finish` queues the copy on its stream. For
+    transports that take device memory there is `resident`.
     """
 
     kind = "torch"
+
+    def resident(self, value: Tensor) -> TorchAdapter:
+        """The adapter for `value` that leaves it in device memory; this one where it is on the host."""
+        if value.is_cpu:
+            return self
+        self.spec(value)
+        from .torch_device import TorchDevice
+
+        return TorchDevice(value.device)
 
     def accepts(self, value: object) -> bool:
         if type(value) is Tensor or type(value) is torch.nn.Parameter:
@@ -66,11 +77,12 @@ class TorchAdapter:
             pass  # negated lazily, or nothing that `spec` accepts
         self.spec(value)
         if plain.is_cuda:
+            say_staged("CUDA")
             plain = torch.empty(plain.shape, dtype=plain.dtype, pin_memory=True).copy_(plain)
         return _bytes_of(_carried(plain.resolve_neg()).contiguous().numpy())
 
     def allocate(self, like: Tensor, shape: tuple[int, ...], dtype: str) -> Target[Tensor]:
-        native = _dtype(dtype)
+        native = torch_dtype(dtype)
         if like.is_cpu:
             # numpy allocates and wraps a small array in half the time of torch.empty and Tensor.numpy.
             array = host_array(shape, dtype)
@@ -78,29 +90,18 @@ class TorchAdapter:
             if native in _CARRIERS:
                 tensor = tensor.view(native)
             return Target(_bytes_of(array), lambda: tensor)
+        say_staged("CUDA")
         staging = torch.empty(shape, dtype=native, pin_memory=True)
         device = like.device
         return Target(_bytes_of(_carried(staging).numpy()), lambda: staging.to(device, non_blocking=True))
 
     def into(self, out: Tensor, spec: TensorSpec) -> Target[Tensor]:
         check_out(self, out, spec)
-        if out.requires_grad:
-            raise TensorContractError(
-                "out= requires a gradient, which writing in place would break; pass out.detach()"
-            )
-        if any(s == 0 and n > 1 for s, n in zip(out.stride(), out.shape, strict=True)) and out.numel():
-            raise TensorContractError(
-                "out= is an expanded tensor whose elements share memory; pass out.clone()"
-            )
+        check_writable(out)
         if out.is_cpu and out.is_contiguous() and not out.is_neg():
-
-            def written() -> Tensor:
-                # Autograd must notice the write, as it would one by torch itself.
-                if not out.is_inference():
-                    torch.autograd.graph.increment_version(out)
-                return out
-
-            return Target(_bytes_of(_carried(out).numpy()), written)
+            return Target(_bytes_of(_carried(out).numpy()), lambda: wrote(out))
+        if out.is_cuda:
+            say_staged("CUDA")
         staging = torch.empty(spec.shape, dtype=out.dtype, device="cpu", pin_memory=out.is_cuda)
         return Target(_bytes_of(_carried(staging).numpy()), lambda: out.copy_(staging, non_blocking=True))
 
@@ -117,6 +118,27 @@ class TorchAdapter:
 ADAPTER = TorchAdapter()
 
 
+def check_writable(out: Tensor) -> None:
+    """Refuse an `out` that cannot be written in place.
+
+    Raises:
+        TensorContractError: it requires a gradient, or its elements share memory.
+    """
+    if out.requires_grad:
+        raise TensorContractError(
+            "out= requires a gradient, which writing in place would break; pass out.detach()"
+        )
+    if any(s == 0 and n > 1 for s, n in zip(out.stride(), out.shape, strict=True)) and out.numel():
+        raise TensorContractError("out= is an expanded tensor whose elements share memory; pass out.clone()")
+
+
+def wrote(out: Tensor) -> Tensor:
+    """`out`, of whose change autograd must learn as it would of one by torch itself."""
+    if not out.is_inference():
+        torch.autograd.graph.increment_version(out)
+    return out
+
+
 def _carried(value: Tensor) -> Tensor:
     """`value`, or a view of its bits as integers where numpy lacks the dtype."""
     carrier = _CARRIERS.get(value.dtype)
@@ -131,7 +153,12 @@ def _bytes_of(array: Array) -> memoryview:
         return array.reshape(-1).view(np.uint8).data
 
 
-def _dtype(name: str) -> torch.dtype:
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype called `name`.
+
+    Raises:
+        TensorContractError: this torch has none.
+    """
     try:
         return _DTYPES[name]
     except KeyError:

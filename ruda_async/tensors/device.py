@@ -1,0 +1,117 @@
+"""Tensors in device memory: what stands in for a memoryview where the host cannot reach the bytes.
+
+Algorithms slice, measure and copy memory, and hand it to the transport; arithmetic is the reducer's. So
+they run over device memory as it is, if that can be sliced, measured and copied in the same words. Who makes
+it is a tensor's adapter: only there it is known what the device is.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Protocol, Self, cast
+
+from .adapter import TensorAdapter, adapter_for
+
+if TYPE_CHECKING:
+    from .arithmetic import Reducer
+
+__all__ = ["DeviceMemory", "as_view", "device_memory", "reducer_at", "resident_adapter", "say_staged"]
+
+_log = logging.getLogger("ruda_async")
+
+
+class DeviceMemory(Protocol):
+    """A contiguous run of bytes on a device; a `ruda_async.transport.DeviceBuffer`.
+
+    Everything that is asked of it is queued on one stream of the device: the one that was current when the
+    collective was called. The host waits for nothing. A transport reads it when that stream has written it,
+    and writes it when that stream has let go of it.
+
+    What stands for a memoryview is typed as one (see `as_view`), because to algorithms it is the same.
+    Whoever reads its bytes on the host gets a TypeError, since it has no buffer protocol.
+
+    Attributes:
+        nbytes: its length, which `len` gives too.
+        span: the addresses of its first byte and of the one after its last.
+        device_index: the number of its device.
+    """
+
+    nbytes: int
+
+    @property
+    def span(self) -> tuple[int, int]: ...
+
+    @property
+    def device_index(self) -> int: ...
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> Self:
+        """A part of it, of step 1; no copy."""
+        ...
+
+    def __setitem__(self, part: slice, source: Self, /) -> None:
+        """Copy `source`, which is as long and does not overlap it, over a part."""
+        ...
+
+    def scratch(self, nbytes: int) -> Self:
+        """Fresh memory on the same device, aligned for every dtype, not initialised."""
+        ...
+
+    def transposed(self, itemsize: int, shape: tuple[int, ...], axes: tuple[int, ...]) -> Self:
+        """The elements, an array of `shape` in C order, by the given axes; a copy if that differs."""
+        ...
+
+    def arithmetic(self, reducer: Reducer) -> Reducer:
+        """What computes as `reducer` does, to the bit, on memory of this device."""
+        ...
+
+
+def as_view(memory: DeviceMemory) -> memoryview:
+    """`memory` as algorithms take it."""
+    return cast(memoryview, memory)
+
+
+def device_memory(view: memoryview) -> DeviceMemory | None:
+    """`view` as what it is, where it is no memory of the host's."""
+    return None if type(view) is memoryview else cast(DeviceMemory, view)
+
+
+def resident_adapter(value: object) -> TensorAdapter[Any]:
+    """The adapter for `value` that leaves it where it lies, on a device too.
+
+    Its buffers are then `DeviceMemory`. For a tensor on the host, or one whose adapter knows of no device, it
+    is that of `adapter_for`.
+
+    Raises:
+        TensorContractError: as `adapter_for`.
+    """
+    adapter = adapter_for(value)
+    resident = getattr(adapter, "resident", None)
+    if resident is None:
+        return adapter
+    found: TensorAdapter[Any] = resident(value)
+    return found
+
+
+def reducer_at(view: memoryview, reducer: Reducer) -> Reducer:
+    """`reducer`, or what does the same where `view` lies."""
+    memory = device_memory(view)
+    return reducer if memory is None else memory.arithmetic(reducer)
+
+
+_said: set[str] = set()
+
+
+def say_staged(kind: str) -> None:
+    """Log once in this process that tensors of a kind pass through host memory."""
+    if kind not in _said:
+        _said.add(kind)
+        _log.info(
+            "%s tensors are staged through page-locked host memory, because the transport in use does not "
+            "take device memory",
+            kind,
+        )
