@@ -104,7 +104,7 @@ class TorchDevice(TorchAdapter):
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def queued(self) -> AbstractContextManager[Any]:
@@ -126,16 +126,16 @@ class TorchDevice(TorchAdapter):
 
     def allocate(self, like: Tensor, shape: tuple[int, ...], dtype: str) -> Target[Tensor]:
         with self.queued():
-            tensor = torch.empty(shape, dtype=torch_dtype(dtype), device=self._device)
+            tensor = torch.empty(shape, dtype=torch_dtype(dtype), device=self.device)
         return Target(self._view(tensor), lambda: tensor)
 
     def into(self, out: Tensor, spec: TensorSpec) -> Target[Tensor]:
         check_out(ADAPTER, out, spec)
         check_writable(out)
-        if out.device == self._device and out.is_contiguous() and not out.is_neg():
+        if out.device == self.device and out.is_contiguous() and not out.is_neg():
             return Target(self._view(out.detach()), lambda: wrote(out))
         with self.queued():
-            staging = torch.empty(spec.shape, dtype=out.dtype, device=self._device)
+            staging = torch.empty(spec.shape, dtype=out.dtype, device=self.device)
         return Target(self._view(staging), self._copies(out, staging))
 
     def _copies(self, out: Tensor, staging: Tensor) -> Callable[[], Tensor]:

@@ -33,7 +33,16 @@ MAX_HEAD = 4096
 
 
 class DeviceBuffer(Protocol):
-    """Memory on an accelerator, as CUDA's array interface describes it."""
+    """Memory on an accelerator, as CUDA's array interface (version 3) describes it.
+
+    A transport reads it when the stream that the interface names has done all that is queued there, and
+    writes it when that stream has let go of it; without a name it is the stream that is current when the
+    message is posted. It may also have the attribute ``device_index``, the number of its device; else that is
+    the current one.
+
+    Attributes:
+        nbytes: its length.
+    """
 
     nbytes: int
 

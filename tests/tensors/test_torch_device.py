@@ -1,4 +1,4 @@
-"""torch as the device of reductions: the host's bits, on the CPU, which computes as IEEE 754 says too."""
+"""torch as a device: the CPU, which computes as IEEE 754 says too, and CUDA's where there is one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from ruda_async.errors import TensorContractError  # noqa: E402
 from ruda_async.tensors import TensorSpec, device_memory, dtype_of, reducer, reducer_at  # noqa: E402
 from ruda_async.tensors.torch_device import TorchDevice  # noqa: E402
 
-DEVICE = TorchDevice(torch.device("cpu"))
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 CASES = [
@@ -48,6 +47,22 @@ SPECIAL = {
 }
 
 
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            ],
+        ),
+    ]
+)
+def device(request: pytest.FixtureRequest) -> TorchDevice:
+    return TorchDevice(torch.empty(0, device=request.param).device)
+
+
 def inputs(dtype: str, size: int, seed: int = 0) -> list[bytes]:
     """Any bits for each of `size` ranks, and every combination of two special values beside them."""
     rng = np.random.default_rng(seed)
@@ -69,41 +84,43 @@ def inputs(dtype: str, size: int, seed: int = 0) -> list[bytes]:
     return [values.tobytes() for values in some]
 
 
-def on_device(data: bytes) -> memoryview:
-    return DEVICE.read(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+def on_device(device: TorchDevice, data: bytes) -> memoryview:
+    return device.read(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device.device))
 
 
 def off_device(view: memoryview) -> bytes:
     memory: Any = device_memory(view)
-    return bytes(memory.data.numpy())
+    return bytes(memory.data.cpu().numpy())
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 7])
 @pytest.mark.parametrize(("dtype", "operator"), CASES)
-def test_a_whole_reduction_has_the_hosts_bits(dtype: str, operator: str, size: int) -> None:
+def test_a_whole_reduction_has_the_hosts_bits(
+    device: TorchDevice, dtype: str, operator: str, size: int
+) -> None:
     raws = inputs(dtype, size)
     expected = bytearray(len(raws[0]))
     host = reducer(dtype, operator, size)
     host.reduce(memoryview(expected), [memoryview(raw) for raw in raws])
-    given = [on_device(raw) for raw in raws]
-    out = on_device(bytes(len(raws[0])))
-    device = reducer_at(out, host)
-    assert device is not host
-    device.reduce(out, given)
+    given = [on_device(device, raw) for raw in raws]
+    out = on_device(device, bytes(len(raws[0])))
+    ours = reducer_at(out, host)
+    assert ours is not host
+    ours.reduce(out, given)
     assert off_device(out) == expected
     assert [off_device(view) for view in given] == raws
-    device.reduce(given[-1], given)  # in place
+    ours.reduce(given[-1], given)  # in place
     assert off_device(given[-1]) == expected
 
 
 @pytest.mark.parametrize(("dtype", "operator"), CASES)
-def test_step_by_step_it_has_them_too(dtype: str, operator: str) -> None:
+def test_step_by_step_it_has_them_too(device: TorchDevice, dtype: str, operator: str) -> None:
     """Partial results, and a result of three ranks from them, as recursive algorithms do it."""
     a, b, c = inputs(dtype, 3, seed=1)
     host = reducer(dtype, operator, 3)
-    device = reducer_at(on_device(a), host)
-    assert (device.widens, device.itemsize) == (host.widens, host.itemsize)
-    assert (device.partial_dtype, device.partial_itemsize) == (host.partial_dtype, host.partial_itemsize)
+    ours = reducer_at(on_device(device, a), host)
+    assert (ours.widens, ours.itemsize) == (host.widens, host.itemsize)
+    assert (ours.partial_dtype, ours.partial_itemsize) == (host.partial_dtype, host.partial_itemsize)
     wide = len(a) // host.itemsize * host.partial_itemsize
 
     def steps(arithmetic: Any, place: Any) -> Any:
@@ -119,15 +136,15 @@ def test_step_by_step_it_has_them_too(dtype: str, operator: str) -> None:
         return stored, partials[2]
 
     expected = steps(host, lambda data: memoryview(bytearray(data)))
-    found = steps(device, on_device)
+    found = steps(ours, lambda data: on_device(device, data))
     assert off_device(found[0]) == expected[0]
     if not host.widens:
         assert off_device(found[1]) == expected[1]
 
 
-def test_memory_is_sliced_and_copied_in_place() -> None:
-    tensor = torch.arange(12, dtype=torch.int32)
-    view: Any = DEVICE.read(tensor)
+def test_memory_is_sliced_and_copied_in_place(device: TorchDevice) -> None:
+    tensor = torch.arange(12, dtype=torch.int32, device=device.device)
+    view: Any = device.read(tensor)
     assert (len(view), view.nbytes) == (48, 48)
     part = view[8:24][4:12]
     assert part.span == (tensor.data_ptr() + 12, tensor.data_ptr() + 20)
@@ -140,42 +157,46 @@ def test_memory_is_sliced_and_copied_in_place() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float32", "int64"])
-def test_transposed_elements_are_those_of_torch(dtype: str) -> None:
-    tensor = torch.arange(2 * 3 * 5).to(getattr(torch, dtype))
-    memory: Any = DEVICE.read(tensor)
+def test_transposed_elements_are_those_of_torch(device: TorchDevice, dtype: str) -> None:
+    tensor = torch.arange(2 * 3 * 5, device=device.device).to(getattr(torch, dtype))
+    memory: Any = device.read(tensor)
     moved = memory.transposed(dtype_of(dtype).itemsize, (2, 3, 5), (1, 2, 0))
     expected = tensor.reshape(2, 3, 5).permute(1, 2, 0).contiguous()
     assert torch.equal(moved.data.view(tensor.dtype).reshape(3, 5, 2), expected)
 
 
-def test_what_is_not_contiguous_is_copied_on_the_device() -> None:
-    base = torch.arange(12.0).reshape(3, 4)
+def test_what_is_not_contiguous_is_copied_on_the_device(device: TorchDevice) -> None:
+    base = torch.arange(12.0, device=device.device).reshape(3, 4)
     for value in (base.t(), base[:, 1:3], torch.view_as_complex(base.reshape(3, 2, 2)).conj().imag):
-        view: Any = DEVICE.read(value)
+        view: Any = device.read(value)
         assert torch.equal(view.data.view(torch.float32).reshape(value.shape), value.clone())
-    whole: Any = DEVICE.read(base)
+    whole: Any = device.read(base)
     assert whole.span[0] == base.data_ptr()
 
 
-def test_out_is_written_in_place_or_at_the_end() -> None:
+def test_out_is_written_in_place_or_at_the_end(device: TorchDevice) -> None:
     spec = TensorSpec("float32", (3, 2))
-    straight = torch.zeros(3, 2)
+    straight = torch.zeros(3, 2, device=device.device)
     before = straight._version
-    target = DEVICE.into(straight, spec)
-    source: Any = DEVICE.read(torch.arange(6.0))
+    target = device.into(straight, spec)
+    source: Any = device.read(torch.arange(6.0, device=device.device))
     target.buffer[:] = source
     assert target.finish() is straight
     assert straight._version > before
-    strided = torch.zeros(2, 3).t()
-    target = DEVICE.into(strided, spec)
+    strided = torch.zeros(2, 3, device=device.device).t()
+    target = device.into(strided, spec)
     target.buffer[:] = source
     assert not strided.any()
     assert target.finish() is strided
-    for out in (straight, strided):
+    elsewhere = torch.zeros(3, 2)  # on the host, whatever the device is
+    target = device.into(elsewhere, spec)
+    target.buffer[:] = source
+    assert target.finish() is elsewhere
+    for out in (straight, strided, elsewhere):
         assert out.tolist() == [[0, 1], [2, 3], [4, 5]]
 
 
-def test_an_out_that_cannot_be_written_is_refused_as_on_the_host() -> None:
+def test_an_out_that_cannot_be_written_is_refused_as_on_the_host(device: TorchDevice) -> None:
     spec = TensorSpec("float32", (3, 2))
     for out, reason in (
         (torch.zeros(3, 2, requires_grad=True), "requires a gradient"),
@@ -184,4 +205,4 @@ def test_an_out_that_cannot_be_written_is_refused_as_on_the_host() -> None:
         (np.zeros((3, 2), np.float32), "ndarray"),
     ):
         with pytest.raises(TensorContractError, match=reason):
-            DEVICE.into(out, spec)
+            device.into(out, spec)
