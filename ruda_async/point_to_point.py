@@ -22,7 +22,7 @@ from .errors import (
 )
 from .observe.recorder import Transfer
 from .tags import channel_id, tag_of
-from .tensors import TensorSpec, adapter_for, dtype_of, resident_adapter
+from .tensors import TensorSpec, adapter_for, adapter_for_call, dtype_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -41,7 +41,6 @@ class PointToPoint:
         self._channel = channel
         self._tags: dict[int, int] = {}
         self._turns: dict[tuple[int, int], asyncio.Lock] = {}
-        self._find = resident_adapter if channel.node.device_memory else adapter_for
 
     async def send(self, value: Any, dest: int, tag: int, timeout: float) -> None:
         """Send a tensor to group rank `dest`."""
@@ -135,6 +134,13 @@ class PointToPoint:
         except BaseException:
             turn.release()
             raise
+
+    def _find(self, value: object) -> TensorAdapter[Any]:
+        """The adapter for a tensor, for this call."""
+        adapter = adapter_for(value)
+        if adapter.on_devices:
+            adapter = adapter_for_call(adapter, value, self._channel.node.device_memory)
+        return adapter
 
     def _turn(self, member: int, wire_tag: int) -> asyncio.Lock:
         return self._turns.setdefault((member, wire_tag), asyncio.Lock())

@@ -227,15 +227,16 @@ class FakeReducer:
 
 
 class FakeAdapter:
-    """Stages tensors through the host, and says so; see `resident`."""
+    """Knows the kind; tensors are read and made by the adapter of a call."""
 
     kind = "fake"
+    on_devices = True
 
     def accepts(self, value: object) -> bool:
         return type(value) is FakeTensor
 
-    def resident(self, value: FakeTensor) -> ResidentAdapter:
-        return ResidentAdapter(value.device)
+    def for_call(self, value: FakeTensor, resident: bool) -> FakeAdapter:
+        return (ResidentAdapter if resident else StagedAdapter)(value.device.current)
 
     def spec(self, value: FakeTensor) -> TensorSpec:
         return TensorSpec(value.dtype, value.shape)
@@ -244,9 +245,27 @@ class FakeAdapter:
         return value.moved(source, destination)
 
     def read(self, value: FakeTensor) -> memoryview:
+        raise AssertionError("read outside of a call")
+
+    def allocate(self, like: FakeTensor, shape: tuple[int, ...], dtype: str) -> Target[FakeTensor]:
+        raise AssertionError("allocated outside of a call")
+
+    def into(self, out: FakeTensor, spec: TensorSpec) -> Target[FakeTensor]:
+        raise AssertionError("written outside of a call")
+
+
+class StagedAdapter(FakeAdapter):
+    """Through the host, and says so; on the stream that was current when the call was made."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+
+    def read(self, value: FakeTensor) -> memoryview:
         say_staged("fake")
         value.device.staged += 1
-        return np.ascontiguousarray(value.values()).reshape(-1).view(np.uint8).data
+        self.stream.synchronize()
+        value.device.check_streams(_span(value.data), writes=False)
+        return np.ascontiguousarray(value.arranged()).reshape(-1).view(np.uint8).data
 
     def allocate(self, like: FakeTensor, shape: tuple[int, ...], dtype: str) -> Target[FakeTensor]:
         return self._staged(FakeTensor(like.device, dtype, shape))
@@ -263,17 +282,17 @@ class FakeAdapter:
             tensor.device.staged += 1
             shaped = room.view(numpy_dtype(tensor.dtype)).reshape(tensor.shape)
             to = tensor.arranged()
-            tensor.device.current.put(lambda: to.__setitem__(..., shaped), [], [tensor.data])
+            self.stream.put(lambda: to.__setitem__(..., shaped), [], [tensor.data])
             return tensor
 
         return Target(room.data, finish)
 
 
 class ResidentAdapter(FakeAdapter):
-    """The adapter of one call: everything is queued on the stream that was current when it was made."""
+    """In device memory; all is queued on the stream that was current when the call was made."""
 
-    def __init__(self, device: Device) -> None:
-        self.stream = device.current
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
 
     def read(self, value: FakeTensor) -> memoryview:
         if value.laid_out():
@@ -318,7 +337,7 @@ class DeviceTransport:
         self._inner = inner
         self._device = device
         self._last: dict[Any, asyncio.Future[None]] = {}
-        self._under_way: defaultdict[int, set[tuple[asyncio.Future[None], Any]]] = defaultdict(set)
+        self._under_way: defaultdict[int, dict[Any, Any]] = defaultdict(dict)
         self.rank = inner.rank
         self.world_size = inner.world_size
         self.capabilities = replace(
@@ -345,7 +364,7 @@ class DeviceTransport:
 
     def fail(self, tag: int, error: BaseException) -> None:
         self._inner.fail(tag, error)
-        for outcome, task in tuple(self._under_way[tag]):
+        for task, (outcome, _) in tuple(self._under_way[tag].items()):
             fail_future(outcome, error)
             task.cancel()
 
@@ -381,14 +400,14 @@ class DeviceTransport:
 
         task = asyncio.ensure_future(run())
         self._last[kind, peer, tag] = outcome
-        entry = outcome, task
-        self._under_way[tag].add(entry)
+        # The buffers stay alive as long as their addresses are looked at.
+        self._under_way[tag][task] = outcome, buffers
 
         def over(_: Any) -> None:
             work.close()
             for span in spans:
                 held.remove(span)
-            self._under_way[tag].discard(entry)
+            del self._under_way[tag][task]
             if outcome.done():
                 return
             if task.cancelled():

@@ -293,8 +293,11 @@ async def test_point_to_point(plugin: DevicePlugin, nbytes: int) -> None:
 # ---------------------------------------------------------------------- order
 
 
+@pytest.mark.parametrize("scheme", ["device", "memory"])
 @pytest.mark.parametrize("name", sorted(CALLS))
-async def test_a_call_keeps_to_the_stream_it_was_made_on(plugin: DevicePlugin, name: str) -> None:
+async def test_a_call_keeps_to_the_stream_it_was_made_on(
+    plugin: DevicePlugin, name: str, scheme: str
+) -> None:
     """Other tasks make other streams current meanwhile; nothing of the call is queued there."""
     size = 3
     device = plugin.device
@@ -310,8 +313,9 @@ async def test_a_call_keeps_to_the_stream_it_was_made_on(plugin: DevicePlugin, n
         check(result, expect(inputs, comm.rank))
 
     before = device.current
-    await on_device(plugin, size, body)
+    await run_ranks(size, body, url=fresh_url(scheme))
     assert before.queued == 0
+    assert bool(device.staged) is (scheme == "memory")
 
 
 async def test_the_loop_turns_while_the_device_computes(plugin: DevicePlugin) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from ..tensors import adapter_for, reducer_at, resident_adapter
+from ..tensors import adapter_for, adapter_for_call, reducer_at
 from . import hierarchical_reduce
 from .barrier import dissemination
 from .messages import copy_all, message_limit, peers, same_memory, scratch, separate
@@ -60,8 +60,9 @@ class AllReduce(Generic[T]):
     def prepare(self, rank: int, size: int, settings: Settings) -> bytes:
         """Check the input; see `Request.prepare`."""
         value = self._value
-        find = resident_adapter if settings.device_memory else adapter_for
-        self._adapter = adapter = find(value)
+        self._adapter = adapter = adapter_for(value)
+        if adapter.on_devices:
+            self._adapter = adapter = adapter_for_call(adapter, value, settings.device_memory)
         spec = adapter.spec(value)
         self._plan = plan_of("all_reduce", self.operation, self._operator, spec, size, self._order, settings)
         self._target = None if self._out is None else adapter.into(self._out, spec)

@@ -12,7 +12,7 @@ from struct import Struct
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ..errors import ProtocolError, TensorContractError
-from ..tensors import TensorSpec, adapter_for, resident_adapter
+from ..tensors import TensorSpec, adapter_for, adapter_for_call
 from ..traits import VariableTensorExchange
 from . import hierarchical
 from .messages import (
@@ -315,8 +315,9 @@ class AllToAllV(Generic[T]):
                 or do not add up, a row larger than the byte budget, or an `out` that cannot fit.
         """
         name = self.operation
-        find = resident_adapter if settings.device_memory else adapter_for
-        self._adapter = adapter = find(self._value)
+        self._adapter = adapter = adapter_for(self._value)
+        if adapter.on_devices:
+            self._adapter = adapter = adapter_for_call(adapter, self._value, settings.device_memory)
         dtype, shape = adapter.spec(self._value)
         if not shape:
             check_leading_axis(name, shape)

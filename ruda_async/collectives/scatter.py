@@ -9,7 +9,7 @@ import msgpack
 import numpy as np
 
 from ..errors import ProtocolError, TensorContractError
-from ..tensors import TensorSpec, adapter_for, dtype_of, resident_adapter
+from ..tensors import TensorSpec, adapter_for, adapter_for_call, dtype_of
 from ..transport.provider import NativeCall
 from .broadcast import broadcast_bytes
 from .gather_scatter import binomial_scatter, direct_scatter
@@ -81,8 +81,9 @@ class Scatter(Generic[T]):
                     "scatter: the root passes the tensor to scatter, and here value is None on the root"
                 )
             self._like = np.empty(0)
-        find = resident_adapter if settings.device_memory else adapter_for
-        self._adapter = adapter = find(self._like)
+        self._adapter = adapter = adapter_for(self._like)
+        if adapter.on_devices:
+            self._adapter = adapter = adapter_for_call(adapter, self._like, settings.device_memory)
         if rank == root:
             if self._value is None:
                 raise TensorContractError(

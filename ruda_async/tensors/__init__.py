@@ -9,7 +9,7 @@ from __future__ import annotations
 from .adapter import Target, TensorAdapter, TensorSpec, adapter_for, register_adapter
 from .arithmetic import OPERATORS, Reducer, check_operator, order, reducer
 from .blank import Blank, blank
-from .device import DeviceMemory, as_view, device_memory, reducer_at, resident_adapter
+from .device import DeviceMemory, adapter_for_call, as_view, device_memory, reducer_at
 from .dtypes import DType, dtype_of
 from .numpy_adapter import NumpyAdapter
 
@@ -23,6 +23,7 @@ __all__ = [
     "TensorAdapter",
     "TensorSpec",
     "adapter_for",
+    "adapter_for_call",
     "as_view",
     "blank",
     "check_operator",
@@ -32,7 +33,6 @@ __all__ = [
     "reducer",
     "reducer_at",
     "register_adapter",
-    "resident_adapter",
 ]
 
 register_adapter(NumpyAdapter())

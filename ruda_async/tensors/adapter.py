@@ -46,9 +46,15 @@ class TensorAdapter(Protocol[T]):
 
     Attributes:
         kind: the kind's name for error texts, such as ``"numpy"``.
+        on_devices: its tensors may lie in device memory, of which the host and its streams know nothing.
+            Such an adapter also has the method ``for_call(value, resident)``, asked when a call is made: the
+            adapter for that call alone, which keeps to the stream that is current now. Its buffers are
+            `DeviceMemory` if `resident`, and on the host otherwise (see `say_staged`). For a value that lies
+            on the host it is the adapter itself.
     """
 
     kind: str
+    on_devices: bool
 
     def accepts(self, value: object) -> bool:
         """Whether `value` is of this kind. The answer depends on its type alone and is cached by it.
@@ -108,7 +114,12 @@ _by_type: dict[type, TensorAdapter[Any]] = {}
 
 
 def register_adapter(adapter: TensorAdapter[Any]) -> None:
-    """Teach the library one more kind of tensor; it goes before those that are registered already."""
+    """Teach the library one more kind of tensor; it goes before those that are registered already.
+
+    An adapter without the attribute `on_devices` is given it: False.
+    """
+    if not hasattr(adapter, "on_devices"):
+        adapter.on_devices = False
     _adapters.insert(0, adapter)
     _by_type.clear()
 

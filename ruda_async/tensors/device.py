@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 
-from .adapter import TensorAdapter, adapter_for
+from .adapter import TensorAdapter
 
 if TYPE_CHECKING:
     from .arithmetic import Reducer
 
-__all__ = ["DeviceMemory", "as_view", "device_memory", "reducer_at", "resident_adapter", "say_staged"]
+__all__ = ["DeviceMemory", "adapter_for_call", "as_view", "device_memory", "reducer_at", "say_staged"]
 
 _log = logging.getLogger("ruda_async")
 
@@ -80,20 +80,9 @@ def device_memory(view: memoryview) -> DeviceMemory | None:
     return None if type(view) is memoryview else cast(DeviceMemory, view)
 
 
-def resident_adapter(value: object) -> TensorAdapter[Any]:
-    """The adapter for `value` that leaves it where it lies, on a device too.
-
-    Its buffers are then `DeviceMemory`. For a tensor on the host, or one whose adapter knows of no device, it
-    is that of `adapter_for`.
-
-    Raises:
-        TensorContractError: as `adapter_for`.
-    """
-    adapter = adapter_for(value)
-    resident = getattr(adapter, "resident", None)
-    if resident is None:
-        return adapter
-    found: TensorAdapter[Any] = resident(value)
+def adapter_for_call(adapter: TensorAdapter[Any], value: object, resident: bool) -> TensorAdapter[Any]:
+    """`TensorAdapter.for_call` of an adapter that has it; to be asked when a call is made, for its stream."""
+    found: TensorAdapter[Any] = cast(Any, adapter).for_call(value, resident)
     return found
 
 

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from ..errors import TensorContractError
 from .adapter import Target, TensorSpec, check_out
-from .device import say_staged
 from .dtypes import DTYPES
 from .numpy_adapter import host_array
 
-__all__ = ["ADAPTER", "TorchAdapter", "check_writable", "torch_dtype", "wrote"]
+__all__ = ["ADAPTER", "TorchAdapter", "check_writable", "host_bytes", "torch_dtype", "wrote"]
 
 Array = npt.NDArray[Any]
 
@@ -37,21 +36,21 @@ class TorchAdapter:
     """`torch.Tensor` and `torch.nn.Parameter`, strided, on the CPU or a CUDA device.
 
     Results are plain tensors that require no gradient. On the CPU they live in memory that numpy
-    allocated, which their storage cannot resize. CUDA tensors are staged through pinned host memory:
-    `read` waits for the device to have written the tensor, `finish` queues the copy on its stream. For
-    transports that take device memory there is `resident`.
+    allocated, which their storage cannot resize. For CUDA tensors each call has an adapter of its own.
     """
 
     kind = "torch"
+    # What torch was built with, not what there is: to ask the driver would spoil a later fork.
+    on_devices = torch.backends.cuda.is_built()
 
-    def resident(self, value: Tensor) -> TorchAdapter:
-        """The adapter for `value` that leaves it in device memory; this one where it is on the host."""
+    def for_call(self, value: Tensor, resident: bool) -> TorchAdapter:
+        """See `TensorAdapter.on_devices`."""
         if value.is_cpu:
             return self
         self.spec(value)
-        from .torch_device import TorchDevice
+        from .torch_device import TorchResident, TorchStaged
 
-        return TorchDevice(value.device)
+        return (TorchResident if resident else TorchStaged)(value.device)
 
     def accepts(self, value: object) -> bool:
         if type(value) is Tensor or type(value) is torch.nn.Parameter:
@@ -77,33 +76,29 @@ class TorchAdapter:
             pass  # negated lazily, or nothing that `spec` accepts
         self.spec(value)
         if plain.is_cuda:
-            say_staged("CUDA")
-            plain = torch.empty(plain.shape, dtype=plain.dtype, pin_memory=True).copy_(plain)
-        return _bytes_of(_carried(plain.resolve_neg()).contiguous().numpy())
+            return self.for_call(value, False).read(value)
+        return host_bytes(plain.resolve_neg().contiguous())
 
     def allocate(self, like: Tensor, shape: tuple[int, ...], dtype: str) -> Target[Tensor]:
+        if like.is_cuda:
+            return self.for_call(like, False).allocate(like, shape, dtype)
         native = torch_dtype(dtype)
-        if like.is_cpu:
-            # numpy allocates and wraps a small array in half the time of torch.empty and Tensor.numpy.
-            array = host_array(shape, dtype)
-            tensor = torch.from_numpy(array)
-            if native in _CARRIERS:
-                tensor = tensor.view(native)
-            return Target(_bytes_of(array), lambda: tensor)
-        say_staged("CUDA")
-        staging = torch.empty(shape, dtype=native, pin_memory=True)
-        device = like.device
-        return Target(_bytes_of(_carried(staging).numpy()), lambda: staging.to(device, non_blocking=True))
+        # numpy allocates and wraps a small array in half the time of torch.empty and Tensor.numpy.
+        array = host_array(shape, dtype)
+        tensor = torch.from_numpy(array)
+        if native in _CARRIERS:
+            tensor = tensor.view(native)
+        return Target(_bytes_of(array), lambda: tensor)
 
     def into(self, out: Tensor, spec: TensorSpec) -> Target[Tensor]:
-        check_out(self, out, spec)
-        check_writable(out)
-        if out.is_cpu and out.is_contiguous() and not out.is_neg():
-            return Target(_bytes_of(_carried(out).numpy()), lambda: wrote(out))
+        check_out(ADAPTER, out, spec)
         if out.is_cuda:
-            say_staged("CUDA")
-        staging = torch.empty(spec.shape, dtype=out.dtype, device="cpu", pin_memory=out.is_cuda)
-        return Target(_bytes_of(_carried(staging).numpy()), lambda: out.copy_(staging, non_blocking=True))
+            return self.for_call(out, False).into(out, spec)
+        check_writable(out)
+        if out.is_contiguous() and not out.is_neg():
+            return Target(host_bytes(out), lambda: wrote(out))
+        staging = torch.empty(spec.shape, dtype=out.dtype)
+        return Target(host_bytes(staging), lambda: out.copy_(staging))
 
     def movedim(self, value: Tensor, source: int, destination: int) -> Tensor:
         try:
@@ -137,6 +132,11 @@ def wrote(out: Tensor) -> Tensor:
     if not out.is_inference():
         torch.autograd.graph.increment_version(out)
     return out
+
+
+def host_bytes(value: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the host, without a copy."""
+    return _bytes_of(_carried(value).numpy())
 
 
 def _carried(value: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""torch tensors that stay on their device: CUDA's, with its streams.
+"""torch tensors on devices: CUDA's, with its streams.
 
 Whatever torch can compute on serves as the device, the CPU too; that is how it is tested where no GPU is.
 """
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from .adapter import Target, TensorSpec, check_out
-from .device import as_view
-from .torch_adapter import ADAPTER, TorchAdapter, check_writable, torch_dtype, wrote
+from .device import as_view, say_staged
+from .torch_adapter import ADAPTER, TorchAdapter, check_writable, host_bytes, torch_dtype, wrote
 from .torch_arithmetic import TorchReducer
 
 if TYPE_CHECKING:
     from .arithmetic import Reducer
 
-__all__ = ["TorchDevice", "TorchMemory"]
+__all__ = ["TorchDevice", "TorchMemory", "TorchResident", "TorchStaged"]
 
 #: An integer of each size that an element may have: what is only moved is moved as its bits.
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -97,15 +97,18 @@ def _reducer(dtype: str, operator: str, size: int) -> TorchReducer:
 
 
 class TorchDevice(TorchAdapter):
-    """The adapter of one call for tensors of one device, which stay there.
+    """The adapter of one call for tensors of one device; see `TorchStaged` and `TorchResident`.
 
     It is made when the collective is called, and all that the call does on the device is queued on the stream
     that is current then, whatever other tasks of the loop make current meanwhile.
+
+    Args:
+        device: with its number.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._stream = stream_of_call(device) if device.type == "cuda" else None
 
     def queued(self) -> AbstractContextManager[Any]:
         """Inside it torch queues work on the call's stream."""
@@ -115,6 +118,60 @@ class TorchDevice(TorchAdapter):
     def handle(self) -> int:
         """The stream's number in the array interface, in which the default stream is 1."""
         return 1 if self._stream is None else self._stream.cuda_stream or 1
+
+    def for_call(self, value: Tensor, resident: bool) -> TorchAdapter:
+        return self
+
+    def _copies(self, out: Tensor, staging: Tensor) -> Callable[[], Tensor]:
+        """What copies `staging` to `out` at the end of the call."""
+
+        def finish() -> Tensor:
+            # To the host the copy waits for the device: who reads it there will not.
+            with self.queued():
+                return out.copy_(staging, non_blocking=out.is_cuda)
+
+        return finish
+
+
+class TorchStaged(TorchDevice):
+    """Tensors pass through page-locked memory of the host.
+
+    `read` waits until the device has written the tensor. Results are copied to the device while the host goes
+    on.
+    """
+
+    def read(self, value: Tensor) -> memoryview:
+        say_staged("CUDA")
+        self.spec(value)
+        host = self._room(tuple(value.shape), value.dtype)
+        with self.queued():
+            return host_bytes(host.copy_(value.detach()))
+
+    def allocate(self, like: Tensor, shape: tuple[int, ...], dtype: str) -> Target[Tensor]:
+        say_staged("CUDA")
+        staging = self._room(shape, torch_dtype(dtype))
+
+        def finish() -> Tensor:
+            with self.queued():
+                return staging.to(self.device, non_blocking=True)
+
+        return Target(host_bytes(staging), finish)
+
+    def into(self, out: Tensor, spec: TensorSpec) -> Target[Tensor]:
+        if out.device != self.device:
+            return ADAPTER.into(out, spec)
+        say_staged("CUDA")
+        check_out(ADAPTER, out, spec)
+        check_writable(out)
+        staging = self._room(spec.shape, out.dtype)
+        return Target(host_bytes(staging), self._copies(out, staging))
+
+    def _room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=self.device.type == "cuda")
+
+
+class TorchResident(TorchDevice):
+    """Tensors stay in device memory; buffers are `TorchMemory`."""
 
     def read(self, value: Tensor) -> memoryview:
         self.spec(value)
@@ -138,13 +195,10 @@ class TorchDevice(TorchAdapter):
             staging = torch.empty(spec.shape, dtype=out.dtype, device=self.device)
         return Target(self._view(staging), self._copies(out, staging))
 
-    def _copies(self, out: Tensor, staging: Tensor) -> Callable[[], Tensor]:
-        def finish() -> Tensor:
-            # Where `out` is on the host this waits for the device: who reads it there will not.
-            with self.queued():
-                return out.copy_(staging, non_blocking=out.is_cuda)
-
-        return finish
-
     def _view(self, tensor: Tensor) -> memoryview:
         return as_view(TorchMemory(tensor.view(-1).view(torch.uint8), self))
+
+
+def stream_of_call(device: torch.device) -> Any:
+    """The stream that is current where the call was made."""
+    return torch.cuda.current_stream(device)

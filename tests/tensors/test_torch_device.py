@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="pip install 'ruda-async[torch]'")
 
 from ruda_async.errors import TensorContractError  # noqa: E402
 from ruda_async.tensors import TensorSpec, device_memory, dtype_of, reducer, reducer_at  # noqa: E402
-from ruda_async.tensors.torch_device import TorchDevice  # noqa: E402
+from ruda_async.tensors.torch_device import TorchResident  # noqa: E402
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
@@ -59,8 +59,8 @@ SPECIAL = {
         ),
     ]
 )
-def device(request: pytest.FixtureRequest) -> TorchDevice:
-    return TorchDevice(torch.empty(0, device=request.param).device)
+def device(request: pytest.FixtureRequest) -> TorchResident:
+    return TorchResident(torch.empty(0, device=request.param).device)
 
 
 def inputs(dtype: str, size: int, seed: int = 0) -> list[bytes]:
@@ -84,7 +84,7 @@ def inputs(dtype: str, size: int, seed: int = 0) -> list[bytes]:
     return [values.tobytes() for values in some]
 
 
-def on_device(device: TorchDevice, data: bytes) -> memoryview:
+def on_device(device: TorchResident, data: bytes) -> memoryview:
     return device.read(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device.device))
 
 
@@ -96,7 +96,7 @@ def off_device(view: memoryview) -> bytes:
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 7])
 @pytest.mark.parametrize(("dtype", "operator"), CASES)
 def test_a_whole_reduction_has_the_hosts_bits(
-    device: TorchDevice, dtype: str, operator: str, size: int
+    device: TorchResident, dtype: str, operator: str, size: int
 ) -> None:
     raws = inputs(dtype, size)
     expected = bytearray(len(raws[0]))
@@ -114,7 +114,7 @@ def test_a_whole_reduction_has_the_hosts_bits(
 
 
 @pytest.mark.parametrize(("dtype", "operator"), CASES)
-def test_step_by_step_it_has_them_too(device: TorchDevice, dtype: str, operator: str) -> None:
+def test_step_by_step_it_has_them_too(device: TorchResident, dtype: str, operator: str) -> None:
     """Partial results, and a result of three ranks from them, as recursive algorithms do it."""
     a, b, c = inputs(dtype, 3, seed=1)
     host = reducer(dtype, operator, 3)
@@ -142,7 +142,7 @@ def test_step_by_step_it_has_them_too(device: TorchDevice, dtype: str, operator:
         assert off_device(found[1]) == expected[1]
 
 
-def test_memory_is_sliced_and_copied_in_place(device: TorchDevice) -> None:
+def test_memory_is_sliced_and_copied_in_place(device: TorchResident) -> None:
     tensor = torch.arange(12, dtype=torch.int32, device=device.device)
     view: Any = device.read(tensor)
     assert (len(view), view.nbytes) == (48, 48)
@@ -157,7 +157,7 @@ def test_memory_is_sliced_and_copied_in_place(device: TorchDevice) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float32", "int64"])
-def test_transposed_elements_are_those_of_torch(device: TorchDevice, dtype: str) -> None:
+def test_transposed_elements_are_those_of_torch(device: TorchResident, dtype: str) -> None:
     tensor = torch.arange(2 * 3 * 5, device=device.device).to(getattr(torch, dtype))
     memory: Any = device.read(tensor)
     moved = memory.transposed(dtype_of(dtype).itemsize, (2, 3, 5), (1, 2, 0))
@@ -165,7 +165,7 @@ def test_transposed_elements_are_those_of_torch(device: TorchDevice, dtype: str)
     assert torch.equal(moved.data.view(tensor.dtype).reshape(3, 5, 2), expected)
 
 
-def test_what_is_not_contiguous_is_copied_on_the_device(device: TorchDevice) -> None:
+def test_what_is_not_contiguous_is_copied_on_the_device(device: TorchResident) -> None:
     base = torch.arange(12.0, device=device.device).reshape(3, 4)
     for value in (base.t(), base[:, 1:3], torch.view_as_complex(base.reshape(3, 2, 2)).conj().imag):
         view: Any = device.read(value)
@@ -174,7 +174,7 @@ def test_what_is_not_contiguous_is_copied_on_the_device(device: TorchDevice) -> 
     assert whole.span[0] == base.data_ptr()
 
 
-def test_out_is_written_in_place_or_at_the_end(device: TorchDevice) -> None:
+def test_out_is_written_in_place_or_at_the_end(device: TorchResident) -> None:
     spec = TensorSpec("float32", (3, 2))
     straight = torch.zeros(3, 2, device=device.device)
     before = straight._version
@@ -196,7 +196,7 @@ def test_out_is_written_in_place_or_at_the_end(device: TorchDevice) -> None:
         assert out.tolist() == [[0, 1], [2, 3], [4, 5]]
 
 
-def test_an_out_that_cannot_be_written_is_refused_as_on_the_host(device: TorchDevice) -> None:
+def test_an_out_that_cannot_be_written_is_refused_as_on_the_host(device: TorchResident) -> None:
     spec = TensorSpec("float32", (3, 2))
     for out, reason in (
         (torch.zeros(3, 2, requires_grad=True), "requires a gradient"),

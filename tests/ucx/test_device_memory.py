@@ -27,7 +27,7 @@ from ruda_ucx import inbound, memory  # noqa: E402
 from torch_calls import CALLS, same, values  # noqa: E402
 
 from ruda_async.tensors.torch_adapter import TorchAdapter  # noqa: E402
-from ruda_async.tensors.torch_device import TorchDevice  # noqa: E402
+from ruda_async.tensors.torch_device import TorchResident  # noqa: E402
 
 
 class FakeBuffer:
@@ -376,7 +376,8 @@ async def test_tensors_go_down_as_device_memory(
 
     expected = await run_ranks(3, body)
     fake = accelerator(True)
-    monkeypatch.setattr(TorchAdapter, "resident", lambda self, value: TorchDevice(value.device))
+    monkeypatch.setattr(TorchAdapter, "on_devices", True)
+    monkeypatch.setattr(TorchAdapter, "for_call", lambda self, value, resident: TorchResident(value.device))
 
     def staged(*_: Any) -> None:
         raise AssertionError("memory of the host was asked for")
