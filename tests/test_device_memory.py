@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Awaitable, Callable, Iterator
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from fake_device import ADAPTER, Device, DevicePlugin, FakeTensor, numpy_dtype
+from fake_device import ADAPTER, Device, DevicePlugin, FakeAdapter, FakeTensor, numpy_dtype
 from support import fresh_url, outcome, run_ranks
 
-from ruda_async import AsyncCommunicator, CollectiveMismatchError, CollectiveTimeoutError, TensorContractError
+from ruda_async import (
+    AsyncCommunicator,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    TensorContractError,
+    sync,
+)
 from ruda_async.collectives.costs import CANDIDATES
 from ruda_async.tensors import adapter, order, register_adapter
 from ruda_async.tensors import device as device_module
@@ -316,6 +324,30 @@ async def test_a_call_keeps_to_the_stream_it_was_made_on(
     await run_ranks(size, body, url=fresh_url(scheme))
     assert before.queued == 0
     assert bool(device.staged) is (scheme == "memory")
+
+
+def test_a_call_that_another_thread_runs_keeps_to_its_makers_streams(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `start` does it. What is noted there does not outlive the call."""
+    maker: ContextVar[int] = ContextVar("maker", default=0)
+    monkeypatch.setattr(device_module, "_notes", [lambda: maker.set(threading.get_ident())])
+    asked: list[tuple[int, int]] = []
+    for_call = FakeAdapter.for_call
+
+    def noted(self: FakeAdapter, value: FakeTensor, resident: bool) -> Any:
+        asked.append((maker.get(), threading.get_ident()))
+        return for_call(self, value, resident)
+
+    monkeypatch.setattr(FakeAdapter, "for_call", noted)
+    x = values(0, (ROWS, 5), "float32")
+    with sync.connect("memory://notes", rank=0, world_size=1) as comm:
+        check(comm.start.all_reduce_sum(device.tensor(x)).wait(10), x)
+        check(comm.all_reduce_sum(device.tensor(x)), x)
+    here = threading.get_ident()
+    assert asked[0][0] == here != asked[0][1]
+    assert maker.get() == 0
+    assert asked[1] == (0, here)
 
 
 async def test_the_loop_turns_while_the_device_computes(plugin: DevicePlugin) -> None:

@@ -111,6 +111,7 @@ class TensorAdapter(Protocol[T]):
 #: Adapters in the order they are asked; the last to be registered first.
 _adapters: list[TensorAdapter[Any]] = []
 _by_type: dict[type, TensorAdapter[Any]] = {}
+_torch_is_known = False
 
 
 def register_adapter(adapter: TensorAdapter[Any]) -> None:
@@ -150,12 +151,20 @@ def _find(value: object) -> TensorAdapter[Any]:
 def _load_torch(value: object) -> None:
     """Register the torch adapter at the first tensor. Whoever holds one has imported torch already."""
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
-    if tensor is None or not isinstance(value, tensor):
+    if tensor is not None and isinstance(value, tensor):
+        load_torch()
+
+
+def load_torch() -> None:
+    """Register the torch adapter, if the program has imported torch."""
+    global _torch_is_known
+    if _torch_is_known or not hasattr(sys.modules.get("torch"), "Tensor"):
         return
     from .torch_adapter import ADAPTER
 
     if ADAPTER not in _adapters:
         _adapters.append(ADAPTER)
+    _torch_is_known = True
 
 
 def _type_name(value: object) -> str:

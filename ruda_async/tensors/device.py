@@ -8,14 +8,24 @@ it is a tensor's adapter: only there it is known what the device is.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 
-from .adapter import TensorAdapter
+from .adapter import TensorAdapter, load_torch
 
 if TYPE_CHECKING:
     from .arithmetic import Reducer
 
-__all__ = ["DeviceMemory", "adapter_for_call", "as_view", "device_memory", "reducer_at", "say_staged"]
+__all__ = [
+    "DeviceMemory",
+    "adapter_for_call",
+    "as_view",
+    "device_memory",
+    "note_streams",
+    "on_note_streams",
+    "reducer_at",
+    "say_staged",
+]
 
 _log = logging.getLogger("ruda_async")
 
@@ -91,6 +101,26 @@ def reducer_at(view: memoryview, reducer: Reducer) -> Reducer:
     memory = device_memory(view)
     return reducer if memory is None else memory.arithmetic(reducer)
 
+
+# ---------------------------------------------------------------------- calls that another thread runs
+
+#: What keeps this thread's current streams in its context, for each kind of device.
+_notes: list[Callable[[], None]] = []
+
+
+def on_note_streams(note: Callable[[], None]) -> None:
+    """Have `note` called by `note_streams`."""
+    _notes.append(note)
+
+
+def note_streams() -> None:
+    """Keep in this context which streams are current in this thread, for a call that another one will run."""
+    load_torch()
+    for note in _notes:
+        note()
+
+
+# ---------------------------------------------------------------------- staging
 
 _said: set[str] = set()
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import TensorContractError
 from .adapter import Target, TensorSpec, check_out
+from .device import on_note_streams
 from .dtypes import DTYPES
 from .numpy_adapter import host_array
 
@@ -41,7 +42,7 @@ class TorchAdapter:
 
     kind = "torch"
     # What torch was built with, not what there is: to ask the driver would spoil a later fork.
-    on_devices = torch.backends.cuda.is_built()
+    on_devices = torch.version.cuda is not None or torch.version.hip is not None
 
     def for_call(self, value: Tensor, resident: bool) -> TorchAdapter:
         """See `TensorAdapter.on_devices`."""
@@ -111,6 +112,16 @@ class TorchAdapter:
 
 #: The one instance.
 ADAPTER = TorchAdapter()
+
+
+def _note_streams() -> None:
+    from .torch_device import note_streams
+
+    note_streams()
+
+
+if TorchAdapter.on_devices:
+    on_note_streams(_note_streams)
 
 
 def check_writable(out: Tensor) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self
 
@@ -199,6 +200,18 @@ class TorchResident(TorchDevice):
         return as_view(TorchMemory(tensor.view(-1).view(torch.uint8), self))
 
 
+#: By the number of the device: the streams current in the thread that made a call which another one runs.
+_noted: ContextVar[dict[int, Any] | None] = ContextVar("ruda_async streams", default=None)
+
+
+def note_streams() -> None:
+    """See `device.note_streams`."""
+    cuda: Any = torch.cuda  # typed in part
+    if cuda.is_initialized():
+        _noted.set({index: cuda.current_stream(index) for index in range(cuda.device_count())})
+
+
 def stream_of_call(device: torch.device) -> Any:
-    """The stream that is current where the call was made."""
-    return torch.cuda.current_stream(device)
+    """The stream of `device` that is current where the call was made."""
+    noted = _noted.get()
+    return torch.cuda.current_stream(device) if noted is None else noted[device.index]

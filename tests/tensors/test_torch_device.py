@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from typing import Any
 
 import numpy as np
 import pytest
+from support import run_ranks
 
 torch = pytest.importorskip("torch", reason="pip install 'ruda-async[torch]'")
 
+from torch_calls import CALLS, same, values  # noqa: E402
+
+from ruda_async import AsyncCommunicator  # noqa: E402
 from ruda_async.errors import TensorContractError  # noqa: E402
 from ruda_async.tensors import TensorSpec, device_memory, dtype_of, reducer, reducer_at  # noqa: E402
-from ruda_async.tensors.torch_device import TorchResident  # noqa: E402
+from ruda_async.tensors import device as device_module  # noqa: E402
+from ruda_async.tensors.torch_adapter import TorchAdapter  # noqa: E402
+from ruda_async.tensors.torch_device import TorchResident, TorchStaged  # noqa: E402
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
@@ -194,6 +201,31 @@ def test_out_is_written_in_place_or_at_the_end(device: TorchResident) -> None:
     assert target.finish() is elsewhere
     for out in (straight, strided, elsewhere):
         assert out.tolist() == [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("name", sorted(CALLS))
+async def test_staged_tensors_come_back_as_they_should(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever is asked of a call's adapter for a device that the transport knows nothing of."""
+
+    async def body(comm: AsyncCommunicator) -> Any:
+        x = values(comm.rank, 30, torch.bfloat16)
+        results = [await CALLS[name](comm, x)]
+        out = torch.zeros(5, 30, dtype=x.dtype).t()
+        assert await comm.all_reduce_sum(x, out=out) is out
+        return [*results, out]
+
+    expected = await run_ranks(3, body)
+    monkeypatch.setattr(TorchAdapter, "on_devices", True)
+    monkeypatch.setattr(TorchAdapter, "for_call", lambda self, value, resident: TorchStaged(value.device))
+    monkeypatch.setattr(device_module, "_said", set())
+    with caplog.at_level(logging.INFO, "ruda_async"):
+        found = await run_ranks(3, body)
+    for ours, theirs in zip(found, expected, strict=True):
+        for mine, other in zip(ours, theirs, strict=True):
+            same(mine, other)
+    assert [record.getMessage()[:23] for record in caplog.records] == ["CUDA tensors are staged"]
 
 
 def test_an_out_that_cannot_be_written_is_refused_as_on_the_host(device: TorchResident) -> None:
