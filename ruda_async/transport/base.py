@@ -239,6 +239,10 @@ class Plugin(Protocol):
     A plugin whose ranks another engine may have placed also has the method ``placed()``. It returns this
     process's rank and the number of ranks, which then need not be given; or None, where no engine has.
     Ranks that were placed also need no address to meet at.
+
+    A plugin with ``rank_per = "engine"`` may also have the method ``command(ranks)``: the command line that
+    starts so many ranks of Python on this host, to which the arguments of Python are appended; None where
+    that cannot be done here. The self-test and the benchmark start their ranks with it.
     """
 
     scheme: str
