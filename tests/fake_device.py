@@ -1,4 +1,4 @@
-"""A device that is played: memory the host cannot reach, streams that lag behind, and a transport that looks.
+"""A device that is played: memory that the host cannot reach, and streams that lag behind.
 
 Nothing that is queued on a stream is done before somebody waits for it, so whoever does not wait sees poison.
 Work that touches memory which a message is being sent from or received into, and a message whose memory
@@ -7,10 +7,8 @@ queued work still touches, are errors.
 
 from __future__ import annotations
 
-import asyncio
-from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, Self
 
@@ -19,15 +17,13 @@ import numpy as np
 from ruda_async.tensors import Reducer, Target, TensorSpec, as_view, dtype_of
 from ruda_async.tensors.adapter import check_out
 from ruda_async.tensors.device import say_staged
-from ruda_async.transport import Buffer, Job, Transport, fail_future
-from ruda_async.transport.registry import get_plugin
 
 Span = tuple[int, int]
 
 POISON = 0xA5
 
 
-def _meet(one: Span, other: Span) -> bool:
+def meet(one: Span, other: Span) -> bool:
     return max(one[0], other[0]) < min(one[1], other[1])
 
 
@@ -84,16 +80,16 @@ class Device:
 
     def check_messages(self, reads: list[Span], writes: list[Span]) -> None:
         for span in reads + writes:
-            assert not any(_meet(span, one) for one in self.receiving), "used while a message comes in"
+            assert not any(meet(span, one) for one in self.receiving), "used while a message comes in"
         for span in writes:
-            assert not any(_meet(span, one) for one in self.sending), "written while a message leaves"
+            assert not any(meet(span, one) for one in self.sending), "written while a message leaves"
 
     def check_streams(self, span: Span, *, writes: bool) -> None:
         """See that no stream still works with memory that the host or a message is about to use."""
         for stream in self.streams.values():
             for _, read, written in stream.waiting:
-                assert not any(_meet(span, one) for one in written), "used before its fence"
-                assert not writes or not any(_meet(span, one) for one in read), "written before its fence"
+                assert not any(meet(span, one) for one in written), "used before its fence"
+                assert not writes or not any(meet(span, one) for one in read), "written before its fence"
 
     def tensor(self, values: Any) -> FakeTensor:
         """A tensor whose values the current stream has yet to write."""
@@ -169,7 +165,7 @@ class FakeMemory:
     def __setitem__(self, part: slice, source: Self, /) -> None:
         to, data = self.data[part], source.data
         assert len(to) == len(data)
-        assert not _meet(_span(to), _span(data))
+        assert not meet(_span(to), _span(data))
         self.stream.put(lambda: to.__setitem__(slice(None), data), [data], [to])
 
     @property
@@ -325,138 +321,3 @@ class ResidentAdapter(FakeAdapter):
 
 
 ADAPTER = FakeAdapter()
-
-
-# ---------------------------------------------------------------------- a transport that takes such memory
-
-
-class DeviceTransport:
-    """Another transport's messages, from and to memory of `Device` too."""
-
-    def __init__(self, inner: Transport, device: Device, hosts: tuple[int, ...] | None) -> None:
-        self._inner = inner
-        self._device = device
-        self._last: dict[Any, asyncio.Future[None]] = {}
-        self._under_way: defaultdict[int, dict[Any, Any]] = defaultdict(dict)
-        self.rank = inner.rank
-        self.world_size = inner.world_size
-        self.capabilities = replace(
-            inner.capabilities, device_memory=True, segment_bytes=1024, hosts=hosts, shared_memory=False
-        )
-        self.probe, self.stats, self.close, self.abort = inner.probe, inner.stats, inner.close, inner.abort
-
-    @property
-    def is_stale(self) -> Callable[[int], bool]:
-        return self._inner.is_stale
-
-    @is_stale.setter
-    def is_stale(self, asked: Callable[[int], bool]) -> None:
-        self._inner.is_stale = asked
-
-    def describe(self) -> dict[str, object]:
-        return {"scheme": "device"}
-
-    def send(self, peer: int, tag: int, buffers: Sequence[Buffer], head: bytes = b"") -> Awaitable[None]:
-        return self._start("send", peer, tag, buffers, self._send(peer, tag, buffers, head))
-
-    def recv_into(self, peer: int, tag: int, buffers: Sequence[Buffer], head: bytes = b"") -> Awaitable[None]:
-        return self._start("receive", peer, tag, buffers, self._receive(peer, tag, buffers, head))
-
-    def fail(self, tag: int, error: BaseException) -> None:
-        self._inner.fail(tag, error)
-        for task, (outcome, _) in tuple(self._under_way[tag].items()):
-            fail_future(outcome, error)
-            task.cancel()
-
-    # ------------------------------------------------------------------ messages
-
-    def _start(
-        self, kind: str, peer: int, tag: int, buffers: Sequence[Buffer], work: Coroutine[Any, Any, None]
-    ) -> Awaitable[None]:
-        """Messages of one (peer, tag) go one by one, each when the device is done with its memory."""
-        spans = [b.span for b in buffers if isinstance(b, FakeMemory) and b.nbytes]
-        fences = [b.stream.mark() for b in buffers if isinstance(b, FakeMemory)]
-        before = self._last.get((kind, peer, tag))
-        held = self._device.sending if kind == "send" else self._device.receiving
-        for span in spans:
-            # Two messages may read one memory at once; one that is written is nobody else's.
-            assert not any(_meet(span, one) for one in self._device.receiving)
-            assert kind == "send" or not any(_meet(span, one) for one in self._device.sending)
-        held.extend(spans)
-        outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        async def run() -> None:
-            if before is not None:
-                await asyncio.wait((before,))
-            streams = {b.stream for b in buffers if isinstance(b, FakeMemory)}
-            while not all(fence() for fence in fences):
-                for stream in streams:
-                    if stream.waiting:
-                        stream.step()
-                await asyncio.sleep(0)
-            for span in spans:
-                self._device.check_streams(span, writes=kind == "receive")
-            await work
-
-        task = asyncio.ensure_future(run())
-        self._last[kind, peer, tag] = outcome
-        # The buffers stay alive as long as their addresses are looked at.
-        self._under_way[tag][task] = outcome, buffers
-
-        def over(_: Any) -> None:
-            work.close()
-            for span in spans:
-                held.remove(span)
-            del self._under_way[tag][task]
-            if outcome.done():
-                return
-            if task.cancelled():
-                outcome.cancel()
-            elif (error := task.exception()) is not None:
-                outcome.set_exception(error)
-            else:
-                outcome.set_result(None)
-
-        task.add_done_callback(over)
-        outcome.add_done_callback(lambda _: task.cancel())
-        return outcome
-
-    async def _send(self, peer: int, tag: int, buffers: Sequence[Buffer], head: bytes) -> None:
-        await self._inner.send(peer, tag, [_host_copy(buffer) for buffer in buffers], head)
-
-    async def _receive(self, peer: int, tag: int, buffers: Sequence[Buffer], head: bytes) -> None:
-        rooms = [np.empty(buffer.nbytes, np.uint8) for buffer in buffers]
-        await self._inner.recv_into(peer, tag, [room.data for room in rooms], head)
-        for buffer, room in zip(buffers, rooms, strict=True):
-            data = buffer.data if isinstance(buffer, FakeMemory) else np.frombuffer(buffer, np.uint8)
-            data[:] = room
-
-
-def _host_copy(buffer: Any) -> memoryview:
-    data = buffer.data if isinstance(buffer, FakeMemory) else np.frombuffer(buffer, np.uint8)
-    return data.copy().data
-
-
-class DevicePlugin:
-    """``device://``: `memory://` for ranks with a `Device`."""
-
-    scheme = "device"
-    summary = "a device that is played"
-    rank_per = "task"
-    example = "device://example"
-    preference = -100
-    parameters = get_plugin("memory").parameters
-
-    def __init__(self, device: Device, hosts: tuple[int, ...] | None = None) -> None:
-        self.device = device
-        self.hosts = hosts
-        self.providers: tuple[Any, ...] = ()
-
-    def unavailable(self) -> str | None:
-        return None
-
-    async def connect(self, job: Job) -> Transport:
-        made: Any = DeviceTransport(await get_plugin("memory").connect(job), self.device, self.hosts)
-        if self.providers:
-            made.providers = self.providers
-        return made
