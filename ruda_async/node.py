@@ -73,6 +73,13 @@ class Node:
         self.capabilities: Capabilities = replace(transport.capabilities, shared_memory=self.heap is not None)
         #: Who runs whole collectives natively; most transports have none.
         self.providers: tuple[Provider, ...] = tuple(getattr(transport, "providers", ()))
+        #: Whether tensors in device memory go down as they are. Memory that ranks share is the host's, and a
+        #: provider that does not say otherwise takes the host's alone.
+        self.device_memory = (
+            self.capabilities.device_memory
+            and self.heap is None
+            and all(getattr(provider, "device_memory", False) for provider in self.providers)
+        )
         self.loop = asyncio.get_running_loop()
         self.recorder = Recorder()
         self.flight = FlightRecords(self)

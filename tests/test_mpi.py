@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -114,3 +115,26 @@ def test_a_rank_of_its_own_needs_no_mpiexec() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=clean, check=True
     )
     assert done.stdout.strip() == "1"
+
+
+def test_the_doctor_tests_it() -> None:
+    code = (
+        "import json\n"
+        "from ruda_async.cli import doctor\n"
+        "from ruda_async.transport import registry\n"
+        "known = {'mpi': registry.plugins()['mpi']}\n"
+        "doctor.plugins = lambda: known\n"
+        "print(json.dumps(doctor.examine()['transports'][0]))\n"
+    )
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "MPI", "RUDA_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=clean | {"PATH": PATH},
+        check=True,
+    )
+    found = json.loads(done.stdout)
+    assert found["status"] == "works", found
+    assert 0 < found["latency"] < 1

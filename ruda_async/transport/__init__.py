@@ -48,6 +48,7 @@ from .matching import (
 )
 from .mesh import MAX_STRANGERS, Endpoint, Mesh
 from .parameters import extract_parameters, merge_parameters, param
+from .programs import find_program
 from .provider import NativeCall, NativeGroup, NativeReducer, Provider
 from .regions import Regions
 from .registry import WrapperPlugin, composable_plugins, get_plugin
@@ -106,6 +107,7 @@ __all__ = [
     "ended",
     "extract_parameters",
     "fail_future",
+    "find_program",
     "gather_bytes",
     "get_plugin",
     "host_identity",
