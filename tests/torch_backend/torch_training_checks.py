@@ -79,7 +79,7 @@ def data_parallel_hooks(ruda: Group, gloo: Group) -> None:
         (0.001, lambda g: (g, default_hooks.allreduce_hook)),
         (0.001, lambda g: (g, default_hooks.fp16_compress_hook)),
         # Its callbacks start further calls and wait for them. With several buckets those would race with the
-        # next bucket's call, in another order on each rank; on Gloo too, which does not notice.
+        # next bucket's call, and calls match by order.
         (
             25,
             lambda g: (
