@@ -23,6 +23,8 @@ from ruda_async import moe
 EXAMPLES = Path(__file__).parents[2] / "examples"
 #: Scores of one row differ by float32 rounding between batches; those of different rows by far more.
 CLOSE = 1e-4
+#: Seconds that a rank may take to come: on a busy host most of a minute goes into importing torch.
+START = 180.0
 
 
 def write_model(path: Path) -> None:
@@ -117,7 +119,9 @@ class Server:
             found: dict[str, Any] = await answer.json()
             return found
 
-    async def until(self, condition: Callable[[dict[str, Any]], bool], limit: float = 60) -> dict[str, Any]:
+    async def until(
+        self, condition: Callable[[dict[str, Any]], bool], limit: float = START
+    ) -> dict[str, Any]:
         """The front's numbers, once they fulfil `condition`."""
         found: Any = None
         try:
@@ -136,7 +140,7 @@ class Server:
         for process in self.processes:
             if process.returncode is None:
                 process.send_signal(signal.SIGTERM)
-        return [await asyncio.wait_for(process.wait(), 30) for process in self.processes]
+        return [await asyncio.wait_for(process.wait(), 60) for process in self.processes]
 
     async def end(self) -> None:
         """Leave nothing behind, whatever happened."""

@@ -43,7 +43,7 @@ class Chaos:
         self.done[fault.__name__] = self.done.get(fault.__name__, 0) + 1
         await fault()
         await self._server.until(
-            lambda s: s["ready"] and s["live"] == RANKS == len(s["ranks"]) and not s["absent"], limit=120
+            lambda s: s["ready"] and s["live"] == RANKS == len(s["ranks"]) and not s["absent"], limit=240
         )
 
     def _workers(self) -> list[Any]:

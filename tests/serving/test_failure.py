@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from serving_support import Clients, Oracle, Server, served
 
-pytestmark = pytest.mark.timeout(240)  # each process imports torch
+pytestmark = pytest.mark.timeout(600)  # each process imports torch
 
 
 def holders(stats: dict) -> list[int]:
