@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -78,10 +79,9 @@ class Server:
         job = f"serve-{os.getpid()}-{id(self)}"
         port = free_port()
         place = f"127.0.0.1:{port}/{job}" if scheme.endswith("tcp") else job
-        self.http = free_port()
-        self.base = f"http://127.0.0.1:{self.http}"
+        self.base = ""  # until the front says where it serves
         self.size = ranks
-        self._arguments = ("--model", str(model), "--port", str(self.http), *options)
+        self._arguments = ("--model", str(model), "--port", "0", *options)
         self._environ = {
             **os.environ,
             "RUDA_URL": f"{scheme}://{place}?timeout=60{parameters}",
@@ -112,6 +112,8 @@ class Server:
     async def _read(self, process: asyncio.subprocess.Process, rank: int | None) -> None:
         assert process.stdout is not None
         async for line in process.stdout:
+            if found := re.search(rb"serving on (http://\S+)", line):
+                self.base = found[1].decode()
             self.output.append(f"[{'new' if rank is None else rank}] {line.decode(errors='replace')}")
 
     async def stats(self) -> dict[str, Any]:
