@@ -269,9 +269,17 @@ def connect(
     async def enter() -> _async.AsyncCommunicator:
         return await connecting
 
+    return opened(enter())
+
+
+def opened(opening: Coroutine[Any, Any, _async.AsyncCommunicator]) -> Communicator:
+    """The blocking twin of the communicator that `opening` makes, on an event loop of its own.
+
+    Raises what `opening` raises.
+    """
     loop = BackgroundLoop()
     try:
-        return Communicator(loop.run(enter()), loop, owner=True)
+        return Communicator(loop.run(opening), loop, owner=True)
     except BaseException:
         loop.stop()
         raise

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import ray
 
+import ruda_async.connecting
 import ruda_async.ray
-from ruda_async import RudaError
+from ruda_async import RudaError, TransportUnavailableError
 
 
 def told(error: RudaError) -> tuple[str, int | None, str]:
@@ -51,6 +52,22 @@ class Worker:
 
     def wait(self) -> None:
         threading.Event().wait()
+
+
+def disable(actor: object) -> None:
+    """Let an actor be on a node where the transport's package is not installed."""
+
+    def connect(**options: Any) -> Any:
+        raise TransportUnavailableError("install the package that this test takes away")
+
+    ruda_async.connecting.connect = connect  # type: ignore[assignment]
+
+
+class Mortal(Worker):
+    """A blocking actor that dies when it should join."""
+
+    def __init__(self) -> None:
+        ruda_async.ray.actors.join = lambda *_: os._exit(1)
 
 
 class AsyncWorker(ruda_async.ray.AsyncRank):

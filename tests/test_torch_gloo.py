@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -129,6 +132,45 @@ async def test_channels_at_once_and_failures(engine: str, url: str) -> None:
             await works(comm, 4 + turn)
 
     await run_ranks(3, body, url=url, algorithm="gloo", order="any", limit=100, timeout=60)
+
+
+@pytest.mark.parametrize("failing", [False, True])
+async def test_what_gloo_calls_back_does_not_keep_its_group(
+    monkeypatch: pytest.MonkeyPatch, failing: bool
+) -> None:
+    """A thread of the group drops it some time after the call is over, and may not be its last user."""
+    from ruda_torch import gloo
+
+    kept: list[Callable[[Any], None]] = []
+
+    class Group:
+        """In the place of Gloo's."""
+
+    class Future:
+        def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+            kept.append(callback)
+
+        def value(self) -> None:
+            if failing:
+                raise RuntimeError("Connection closed by peer")
+
+    work = SimpleNamespace(get_future=Future)
+    monkeypatch.setattr(gloo, "start", lambda *_: work)
+    monkeypatch.setattr(gloo, "tensor", lambda view, call: view)
+    group, nothing = Group(), memoryview(b"")
+    gone = weakref.ref(group)
+    stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    running = asyncio.ensure_future(gloo.finished(group, None, None, nothing, nothing, stop))
+    while not kept:
+        await asyncio.sleep(0)
+    await asyncio.to_thread(kept[0], Future())
+    error = await outcome(running)
+    assert (None if error is None else str(error)) == ("Connection closed by peer" if failing else None)
+    del error, running, group
+    async with asyncio.timeout(30):
+        while gone() is not None:  # a collection does nothing while another thread is at one
+            gc.collect()
+            await asyncio.sleep(0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -7,6 +7,8 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -20,7 +22,7 @@ from .options import Options, parse
 from .placement import FrontLostError
 from .shard import describe
 
-__all__ = ["Rank", "main"]
+__all__ = ["Rank", "main", "one_signal_ignored"]
 
 log = logging.getLogger("serve_moe")
 
@@ -121,7 +123,6 @@ class Rank:
 async def _serve(options: Options, experts: int, front: bool) -> None:
     torch.set_grad_enabled(False)  # for the loop's thread, before any task is there
     meter = StallMeter()
-    loop = asyncio.get_running_loop()
     try:
         if front:
             from .web import serving
@@ -130,14 +131,29 @@ async def _serve(options: Options, experts: int, front: bool) -> None:
             async with serving(speaker, options):
                 await Rank(options, experts, speaker, meter).live()
         else:
-            living = asyncio.ensure_future(Rank(options, experts, None, meter).live())
             # The launcher signals all ranks at once, and workers are needed until the front has drained. A
             # second signal ends a worker.
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, loop.remove_signal_handler, number)
-            await living
+            with one_signal_ignored():
+                await Rank(options, experts, None, meter).live()
     finally:
         meter.stop()
+
+
+@contextmanager
+def one_signal_ignored() -> Iterator[None]:
+    """The first SIGTERM and the first SIGINT do nothing; a second one does what it did before.
+
+    After the block both are ignored: a front that had little to drain may have ended the workers before the
+    launcher came to signal them, and it should not find that they fell by its signal.
+    """
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    former = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        # Not by the loop, which takes its handlers away when it closes.
+        signal.signal(number, lambda number, frame: signal.signal(number, former[number]))
+    yield
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def main(argv: list[str] | None = None) -> int:

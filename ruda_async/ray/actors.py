@@ -8,10 +8,13 @@ Ray's ``__ray_call__``; an asyncio actor has to wait on its own event loop, whic
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..config import environment
 from ..errors import ConfigError
+from .failing import Attempt
 from .place import Host, Place
 
 if TYPE_CHECKING:
@@ -24,6 +27,8 @@ __all__ = ["AsyncRank", "Node", "async_communicator", "communicator"]
 _groups: dict[str, AsyncCommunicator | Communicator] = {}
 #: Group → the meeting place that this process, as rank 0, has made and not yet used.
 _hosts: dict[str, Host] = {}
+#: Group → why this process did not get into it at the last attempt.
+_failed: dict[str, str] = {}
 
 
 class Node(NamedTuple):
@@ -64,8 +69,9 @@ def async_communicator(group: str = "default") -> AsyncCommunicator:
 def _find(group: str) -> AsyncCommunicator | Communicator:
     if group not in _groups:
         known = ", ".join(map(repr, sorted(_groups))) or "none"
+        why = f"; the last attempt failed: {_failed[group]}" if group in _failed else ""
         raise ConfigError(
-            f"this process is in no group {group!r} (it is in {known}); call "
+            f"this process is in no group {group!r} (it is in {known}){why}; call "
             f"ruda_async.ray.connect_actors(actors, group={group!r}) on the driver first"
         )
     return _groups[group]
@@ -102,15 +108,27 @@ def host(actor: object, group: str, url: str | None, world_size: int, one_node: 
     return _hosts[group].place
 
 
-def join(actor: object, group: str, rank: int, place: Place, options: dict[str, Any]) -> None:
-    """Join `group` and keep its blocking communicator; a former one of that name is closed."""
-    from .. import sync
+def join(actor: object, attempt: Attempt, rank: int, place: Place, options: dict[str, Any]) -> None:
+    """Join a group and keep its blocking communicator; a former one of that name is closed."""
+    from ..connecting import connect
+    from ..sync import opened
 
-    leave(actor, group)
-    own = _hosts.pop(group, None) if rank == 0 else None
+    leave(actor, attempt.group)
+    with _joining(attempt, rank, place):
+        _groups[attempt.group] = opened(attempt.unless_failed(connect(**options)))
+
+
+@contextmanager
+def _joining(attempt: Attempt, rank: int, place: Place) -> Iterator[None]:
+    """The environment by which `rank` joins; an error is kept for those who ask for the group."""
+    own = _hosts.pop(attempt.group, None) if rank == 0 else None
     try:
         with environment(place.variables(rank) if own is None else own.variables()):
-            _groups[group] = sync.connect(**options)
+            yield
+        _failed.pop(attempt.group, None)
+    except Exception as error:
+        _failed[attempt.group] = str(error)
+        raise
     finally:
         if own is not None:
             own.close()
@@ -126,17 +144,12 @@ def leave(actor: object, group: str) -> None:
 class AsyncRank:
     """What asyncio actors inherit from to be ranks."""
 
-    async def _ruda_join(self, group: str, rank: int, place: Place, options: dict[str, Any]) -> None:
+    async def _ruda_join(self, attempt: Attempt, rank: int, place: Place, options: dict[str, Any]) -> None:
         from ..connecting import connect
 
-        await self._ruda_leave(group)
-        own = _hosts.pop(group, None) if rank == 0 else None
-        try:
-            with environment(place.variables(rank) if own is None else own.variables()):
-                _groups[group] = await connect(**options)
-        finally:
-            if own is not None:
-                own.close()
+        await self._ruda_leave(attempt.group)
+        with _joining(attempt, rank, place):
+            _groups[attempt.group] = await attempt.unless_failed(connect(**options))
 
     async def _ruda_leave(self, group: str) -> None:
         former: Any = _groups.pop(group, None)

@@ -15,16 +15,15 @@ from typing import Any, NamedTuple
 
 import msgpack
 import ray
-from ray.experimental import internal_kv
 
 from ..errors import CollectiveTimeoutError
+from . import table
 from .place import Place
 
 __all__ = ["Board"]
 
 #: Seconds between two looks at the table, while a group meets.
 _PAUSE = 0.05
-_NAMESPACE = "ruda_async"
 
 
 class Board(NamedTuple):
@@ -49,12 +48,12 @@ class Board(NamedTuple):
         keys = [self._key(rank) for rank in range(1, self.world_size)]
         shown: list[Any] = [None]
         while True:
-            tokens = [token for key in keys if (token := _get(key)) is not None]
+            tokens = [token for key in keys if (token := table.get(key)) is not None]
             if tokens != shown:
-                _put(self._key(0), msgpack.packb([place.url, place.secret, tokens]))
+                table.put(self._key(0), msgpack.packb([place.url, place.secret, tokens]))
                 shown = tokens
             if met.wait(_PAUSE):
-                _delete(self._key(0))
+                table.delete(self._key(0))
                 return
 
     def find(self, timeout: float) -> Place:
@@ -64,10 +63,10 @@ class Board(NamedTuple):
             CollectiveTimeoutError: rank 0 did not show one in time.
         """
         token, deadline = secrets.token_bytes(16), time.monotonic() + timeout
-        _put(self._key(self.rank), token)
+        table.put(self._key(self.rank), token)
         try:
             while True:
-                entry = _get(self._key(0))
+                entry = table.get(self._key(0))
                 if entry is not None:
                     url, secret, tokens = msgpack.unpackb(entry)
                     if token in tokens:
@@ -81,17 +80,4 @@ class Board(NamedTuple):
                     )
                 time.sleep(_PAUSE)
         finally:
-            _delete(self._key(self.rank))
-
-
-def _get(key: str) -> bytes | None:
-    value: bytes | None = internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
-    return value
-
-
-def _put(key: str, value: bytes) -> None:
-    internal_kv._internal_kv_put(key, value, overwrite=True, namespace=_NAMESPACE)
-
-
-def _delete(key: str) -> None:
-    internal_kv._internal_kv_del(key, namespace=_NAMESPACE)
+            table.delete(self._key(self.rank))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 from ..errors import CollectiveTimeoutError, ConfigError, PeerLostError, RudaError, TransportUnavailableError
 from ..installing import how_to_install
 from . import actors as inside
+from .failing import Attempt
 from .place import Place
 
 __all__ = ["Group", "connect_actors", "connect_actors_async"]
@@ -27,12 +28,14 @@ class _Step(NamedTuple):
         what: what they are for, as a verb.
         seconds: how long they may take.
         joins: the group that the actors join by them, if any.
+        attempt: how they hear that it cannot form, where they join one.
     """
 
     refs: list[Any]
     what: str
     seconds: float
     joins: Group | None = None
+    attempt: Attempt | None = None
 
 
 #: Yields steps, is sent their results, and returns at the end.
@@ -149,13 +152,14 @@ def _meet(group: Group, url: str | None, timeout: float, options: dict[str, Any]
     hosting = _call(actors[0], inside.host, group.name, url, size, one_node)
     place: Place
     (place,) = yield _Step([hosting], "answer", timeout)
+    attempt = Attempt.new(group.name)
     joining = [
-        actor._ruda_join.remote(group.name, rank, place, options)
+        actor._ruda_join.remote(attempt, rank, place, options)
         if hasattr(actor, "_ruda_join")
-        else _call(actor, inside.join, group.name, rank, place, options)
+        else _call(actor, inside.join, attempt, rank, place, options)
         for rank, actor in enumerate(actors)
     ]
-    yield _Step(joining, "join", timeout + _GRACE, group)
+    yield _Step(joining, "join", timeout + _GRACE, group, attempt)
 
 
 def _leave(group: Group, timeout: float) -> _Steps:
@@ -182,8 +186,8 @@ def _run(steps: _Steps) -> None:
         try:
             concurrent.futures.wait(futures, step.seconds, concurrent.futures.FIRST_EXCEPTION)
             results = _results(step, futures)
-        except BaseException:
-            _undo(step)
+        except BaseException as error:
+            _undo(step, error)
             raise
 
 
@@ -194,10 +198,10 @@ async def _run_async(steps: _Steps) -> None:
         try:
             await asyncio.wait(futures, timeout=step.seconds, return_when=asyncio.FIRST_EXCEPTION)
             results = _results(step, futures)
-        except BaseException:
+        except BaseException as error:
             for future in futures:
                 future.add_done_callback(_heard)
-            _undo(step)
+            _undo(step, error)
             raise
 
 
@@ -208,9 +212,13 @@ def _advance(steps: _Steps, results: Any) -> _Step | None:
         return None
 
 
-def _undo(step: _Step) -> None:
-    """Let the actors that did join leave again, when they come to it; nobody waits for that."""
-    if step.joins is not None:
+def _undo(step: _Step, error: BaseException) -> None:
+    """Tell the actors that still join why they need not, and let those that did leave again.
+
+    Nobody waits for that.
+    """
+    if step.joins is not None and step.attempt is not None:
+        step.attempt.failed(error, step.refs)
         for actor in step.joins.actors:
             _leaving(step.joins, actor).future().add_done_callback(_heard)
 

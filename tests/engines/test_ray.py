@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,12 +14,14 @@ from ruda_async import CollectiveTimeoutError, ConfigError, PeerLostError, Trans
 pytest.importorskip("ray", reason="needs Ray: pip install 'ruda-async[ray]'")
 
 import ruda_async.ray
+from ruda_async.ray import driver
 from ruda_async.ray.place import Host, job_url
 
 pytestmark = pytest.mark.timeout(180)  # Ray starts processes, and takes its time over it
 
 Start = Callable[[str, int], list[Any]]
 LIMIT = 60.0
+FAR = 600.0
 
 
 def values(count: int, seed: int = 0) -> list[Any]:
@@ -109,6 +112,79 @@ def test_a_killed_actor_is_lost_to_its_peers(cluster: Any, start: Start) -> None
     with pytest.raises(ConfigError):  # before anybody joins: what there was goes on
         ruda_async.ray.connect_actors(fresh, url="tcpp://", timeout=LIMIT)
     assert cluster.get(actors[0].facts.remote())["world_size"] == 3
+
+
+def until_told(cluster: Any, actor: Any, why: str) -> None:
+    """The actor joins no more, and knows why; an asyncio one answers meanwhile, another when it has heard."""
+    deadline = time.monotonic() + LIMIT
+    while True:
+        with pytest.raises(ConfigError, match="no group 'default'") as caught:
+            cluster.get(actor.total.remote(np.ones(2)), timeout=LIMIT)
+        if why in str(caught.value):
+            return
+        assert time.monotonic() < deadline, caught.value
+
+
+@pytest.mark.parametrize("kind", ["Worker", "AsyncWorker"])
+@pytest.mark.parametrize("dead", [0, 2])
+def test_the_others_hear_of_an_actor_that_dies_before_it_joins(
+    cluster: Any, start: Start, monkeypatch: pytest.MonkeyPatch, kind: str, dead: int
+) -> None:
+    """Between two steps; the others wait for it in the next one, and deadlines are far away."""
+    actors = start(kind, 3)
+    meet = driver._meet
+
+    def killed(*args: Any) -> Any:
+        steps = meet(*args)
+        nodes = yield next(steps)
+        place = yield steps.send(nodes)
+        cluster.kill(actors[dead])
+        yield steps.send(place)
+
+    monkeypatch.setattr(driver, "_meet", killed)
+    with pytest.raises(PeerLostError, match=f"actor of rank {dead} is dead") as caught:
+        ruda_async.ray.connect_actors(actors, timeout=FAR)
+    assert caught.value.rank == dead
+    for actor in actors:
+        if actor is not actors[dead]:
+            until_told(cluster, actor, f"cannot form: the actor of rank {dead} is dead")
+
+    monkeypatch.undo()
+    actors[dead : dead + 1] = start(kind, 1)
+    ruda_async.ray.connect_actors(actors, timeout=LIMIT)
+    for _, total in cluster.get([actor.total.remote(np.ones(2)) for actor in actors]):
+        np.testing.assert_array_equal(total, [3, 3])
+
+
+def test_the_others_hear_of_an_actor_that_dies_while_it_joins(cluster: Any, start: Start) -> None:
+    actors = [*start("Worker", 2), *start("Mortal", 1)]
+    with pytest.raises(PeerLostError, match="actor of rank 2 is dead"):
+        ruda_async.ray.connect_actors(actors, timeout=FAR)
+    for actor in actors[:2]:
+        until_told(cluster, actor, "cannot form: the actor of rank 2 is dead")
+
+
+@pytest.mark.parametrize("kind", ["Worker", "AsyncWorker"])
+def test_the_others_hear_of_an_actor_that_cannot_join(cluster: Any, start: Start, kind: str) -> None:
+    """And what told them is gone when all have heard it."""
+    from ray.experimental import internal_kv
+    from ray_actors import disable
+
+    def entries() -> list[Any]:
+        found: list[Any] = internal_kv._internal_kv_list("failed/", namespace="ruda_async")
+        return found
+
+    actors = start(kind, 3)
+    cluster.get(actors[1].__ray_call__.remote(disable))
+    with pytest.raises(TransportUnavailableError, match="install the package") as caught:
+        ruda_async.ray.connect_actors(actors, timeout=FAR)
+    assert caught.value.rank == 1
+    for actor in (actors[0], actors[2]):
+        until_told(cluster, actor, "cannot form: install the package")
+    deadline = time.monotonic() + LIMIT
+    while entries():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_busy_actor_is_named(cluster: Any, start: Start) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -23,6 +24,8 @@ from ruda_async import moe
 EXAMPLES = Path(__file__).parents[2] / "examples"
 #: Scores of one row differ by float32 rounding between batches; those of different rows by far more.
 CLOSE = 1e-4
+#: Seconds that a rank may take to come: on a busy host most of a minute goes into importing torch.
+START = 180.0
 
 
 def write_model(path: Path) -> None:
@@ -76,10 +79,9 @@ class Server:
         job = f"serve-{os.getpid()}-{id(self)}"
         port = free_port()
         place = f"127.0.0.1:{port}/{job}" if scheme.endswith("tcp") else job
-        self.http = free_port()
-        self.base = f"http://127.0.0.1:{self.http}"
+        self.base = ""  # until the front says where it serves
         self.size = ranks
-        self._arguments = ("--model", str(model), "--port", str(self.http), *options)
+        self._arguments = ("--model", str(model), "--port", "0", *options)
         self._environ = {
             **os.environ,
             "RUDA_URL": f"{scheme}://{place}?timeout=60{parameters}",
@@ -110,6 +112,8 @@ class Server:
     async def _read(self, process: asyncio.subprocess.Process, rank: int | None) -> None:
         assert process.stdout is not None
         async for line in process.stdout:
+            if found := re.search(rb"serving on (http://\S+)", line):
+                self.base = found[1].decode()
             self.output.append(f"[{'new' if rank is None else rank}] {line.decode(errors='replace')}")
 
     async def stats(self) -> dict[str, Any]:
@@ -117,7 +121,9 @@ class Server:
             found: dict[str, Any] = await answer.json()
             return found
 
-    async def until(self, condition: Callable[[dict[str, Any]], bool], limit: float = 60) -> dict[str, Any]:
+    async def until(
+        self, condition: Callable[[dict[str, Any]], bool], limit: float = START
+    ) -> dict[str, Any]:
         """The front's numbers, once they fulfil `condition`."""
         found: Any = None
         try:
@@ -136,7 +142,7 @@ class Server:
         for process in self.processes:
             if process.returncode is None:
                 process.send_signal(signal.SIGTERM)
-        return [await asyncio.wait_for(process.wait(), 30) for process in self.processes]
+        return [await asyncio.wait_for(process.wait(), 60) for process in self.processes]
 
     async def end(self) -> None:
         """Leave nothing behind, whatever happened."""

@@ -1,4 +1,7 @@
-"""Random faults against an oracle: no wrong answer, no hang, no leak. RUDA_CHAOS_SECONDS shortens it."""
+"""Random faults against an oracle: no wrong answer, no hang, no leak.
+
+RUDA_CHAOS_SECONDS and RUDA_SOAK_SECONDS say for how long.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,10 @@ from serving_support import Clients, Oracle, Server, served
 from ruda_async.transport.registry import plugins
 
 SECONDS = float(os.environ.get("RUDA_CHAOS_SECONDS", "600"))
+SOAK_SECONDS = float(os.environ.get("RUDA_SOAK_SECONDS", SECONDS / 4))
 RANKS = 4
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(SECONDS + 600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(max(SECONDS, SOAK_SECONDS) + 600)]
 
 
 class Chaos:
@@ -39,7 +43,7 @@ class Chaos:
         self.done[fault.__name__] = self.done.get(fault.__name__, 0) + 1
         await fault()
         await self._server.until(
-            lambda s: s["ready"] and s["live"] == RANKS == len(s["ranks"]) and not s["absent"], limit=120
+            lambda s: s["ready"] and s["live"] == RANKS == len(s["ranks"]) and not s["absent"], limit=240
         )
 
     def _workers(self) -> list[Any]:
@@ -172,13 +176,28 @@ async def test_soak(model: Path, oracle: Oracle) -> None:
         async with clients.busy(32):
             await clients.more(2000, limit=300)
             before = await quiet(server, busy=True)
-            ends = time.monotonic() + SECONDS / 4
-            while time.monotonic() < ends:
+            begins = told = time.monotonic()
+            print(figures(before, 0, clients), flush=True)
+            while (now := time.monotonic()) < begins + SOAK_SECONDS:
+                if now > told + 60:
+                    told = now
+                    print(figures(await server.stats(), now - begins, clients), flush=True)
                 await clients.more(500, limit=300)
         after = await quiet(server)
+        print(figures(after, time.monotonic() - begins, clients), flush=True)
         assert clients.refused == {}
         assert after["losses"] == 0
         assert not leaks(before, after)
         for old, new in zip(before["ranks"], after["ranks"], strict=True):
             assert new["memory"] < old["memory"] * 1.15 + 32e6, (old, new)
             assert new["descriptors"] <= old["descriptors"] + 4
+
+
+def figures(stats: dict[str, Any], seconds: float, clients: Clients) -> str:
+    """What each rank holds, in one line."""
+    ranks = "; ".join(
+        f"{r['memory'] / 1e6:.1f} MB, {r['descriptors']} descriptors, {r['tasks']} tasks, "
+        f"{r['channels']} channels"
+        for r in stats["ranks"]
+    )
+    return f"{seconds:.0f} s, {clients.answered} answers: {ranks}"

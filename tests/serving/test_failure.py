@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from serving_support import Clients, Oracle, Server, served
 
-pytestmark = pytest.mark.timeout(240)  # each process imports torch
+pytestmark = pytest.mark.timeout(600)  # each process imports torch
 
 
 def holders(stats: dict) -> list[int]:
@@ -38,11 +38,14 @@ async def test_survivors_take_over_and_a_new_rank_relieves_them(
             await clients.more(100)
             assert stats["losses"] >= 1
 
-            await server.start(None)
+            pid = (await server.start(None)).pid
             stats = await until_live(server, 4)
             assert holders(stats) == list(range(8))
             assert [len(rank["experts"]) for rank in stats["ranks"]] == [0, 3, 3, 2]
+            assert [rank["pid"] for rank in stats["ranks"]].index(pid) == 3
             await clients.more(100)
+            # Its experts work on what those of the lost rank would have.
+            await server.until(lambda s: s["joins"] == 1 and s["live"] == 4 and s["ranks"][3]["rows"] > 100)
         # A lost rank costs nobody an answer: what was under way has been tried again.
         assert set(clients.refused) <= {"rank_lost", "overloaded"}
         codes = await server.stop()

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from serving_support import EXAMPLES, Clients, Oracle, Server, served
 
-pytestmark = pytest.mark.timeout(240)  # each process imports torch
+pytestmark = pytest.mark.timeout(600)  # each process imports torch
 
 
 @pytest.fixture
@@ -158,7 +158,50 @@ async def test_sigterm_answers_what_was_accepted(model: Path, oracle: Oracle) ->
             assert await clients.ask(session, np.arange(1)) == "draining"
             worker.send_signal(signal.SIGCONT)
             assert await asyncio.gather(*asking) == ["ok"] * 12
-        assert [await asyncio.wait_for(process.wait(), 30) for process in server.processes] == [0, 0, 0]
+        assert [await asyncio.wait_for(process.wait(), 60) for process in server.processes] == [0, 0, 0]
+
+
+#: A worker that gets signals while it serves and after that, until the interpreter has ended.
+SIGNALLED = """
+import asyncio, atexit, os, signal, sys
+from serve_moe.rank import one_signal_ignored
+
+def signalled(times):
+    for _ in range(times):
+        os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+
+async def live():
+    with one_signal_ignored():
+        signalled(int(sys.argv[2]))
+        await asyncio.sleep(0)
+
+class Last:
+    def __del__(self):
+        signalled(1)
+
+atexit.register(signalled, 1)
+sys.last_to_go = Last()
+asyncio.run(live())
+signalled(1)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_worker_that_ends_does_not_fall_by_the_launchers_signal(
+    number: signal.Signals,
+) -> None:
+    """A front with little to drain ends its workers before the launcher comes to signal them all."""
+
+    async def code(times: int) -> int:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", SIGNALLED, number.name, str(times)),
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *sys.path])},
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        return await asyncio.wait_for(process.wait(), 200)
+
+    assert await code(1) == 0
+    assert await code(2) in (-number, 128 + number, 1)
 
 
 async def test_a_batch_that_takes_too_long_is_tried_once_more(model: Path, oracle: Oracle) -> None:
@@ -183,7 +226,7 @@ async def test_under_the_launcher(model: Path) -> None:
     )
     assert process.stdout is not None
     try:
-        async with asyncio.timeout(100):
+        async with asyncio.timeout(300):
             lines = []
             while not (found := re.search(r"serving on (http://\S+)", lines[-1] if lines else "")):
                 lines.append((await process.stdout.readline()).decode())
@@ -217,7 +260,7 @@ async def test_mistakes_are_said_at_once(model: Path, tmp_path: Path) -> None:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
-        output, _ = await asyncio.wait_for(process.communicate(), 60)
+        output, _ = await asyncio.wait_for(process.communicate(), 180)
         return process.returncode, output.decode()
 
     code, text = await run("--model", str(tmp_path / "none.npz"))

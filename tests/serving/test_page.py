@@ -16,7 +16,7 @@ from serving_support import Clients, Oracle, served
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 pytestmark = [
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium"),
 ]
 

@@ -40,8 +40,8 @@ def _run(world_size: int, *arguments: str, **variables: str) -> None:
     finally:
         for rank in ranks:
             rank.kill()
-    for number, (rank, output) in enumerate(zip(ranks, outputs, strict=True)):
-        assert rank.returncode == 0, f"rank {number}:\n{output}"
+    told = "\n".join(f"rank {number}:\n{output}" for number, output in enumerate(outputs))
+    assert [rank.returncode for rank in ranks] == [0] * world_size, told
 
 
 @pytest.mark.long

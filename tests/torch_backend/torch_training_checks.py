@@ -75,19 +75,23 @@ def data_parallel(ruda: Group, gloo: Group) -> None:
 
 @check
 def data_parallel_hooks(ruda: Group, gloo: Group) -> None:
-    hooks: tuple[Callable[[Group], tuple[Any, Any]], ...] = (
-        lambda g: (g, default_hooks.allreduce_hook),
-        lambda g: (g, default_hooks.fp16_compress_hook),
-        lambda g: (
-            # Its callbacks start further calls and wait for them.
-            powerSGD_hook.PowerSGDState(g, matrix_approximation_rank=1, start_powerSGD_iter=2),
-            powerSGD_hook.powerSGD_hook,
+    hooks: tuple[tuple[float, Callable[[Group], tuple[Any, Any]]], ...] = (
+        (0.001, lambda g: (g, default_hooks.allreduce_hook)),
+        (0.001, lambda g: (g, default_hooks.fp16_compress_hook)),
+        # Its callbacks start further calls and wait for them. With several buckets those would race with the
+        # next bucket's call, and calls match by order.
+        (
+            25,
+            lambda g: (
+                powerSGD_hook.PowerSGDState(g, matrix_approximation_rank=1, start_powerSGD_iter=2),
+                powerSGD_hook.powerSGD_hook,
+            ),
         ),
     )
-    for hook in hooks:
+    for megabytes, hook in hooks:
         nets = []
         for group in (ruda, gloo):
-            net = DistributedDataParallel(model(), process_group=group, bucket_cap_mb=0.001)
+            net = DistributedDataParallel(model(), process_group=group, bucket_cap_mb=megabytes)
             net.register_comm_hook(*hook(group))
             train(net, steps=4)
             nets.append(net)

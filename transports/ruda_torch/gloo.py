@@ -7,6 +7,7 @@ for it, and else leaves it its memory: Gloo ends it at the call's deadline.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -56,48 +57,64 @@ async def finished(
     """Run the collective and wait for it, or until the call is given up."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
-
-    def settle(error: BaseException | None) -> None:
-        _held.discard(handle)
-        if handle.abandoned:
-            in_background(handle.clear)
-        if not done.done():
-            if error is None:
-                done.set_result(None)
-            else:
-                done.set_exception(error)
-                done.exception()
-
-    def over(wait: Callable[[], object]) -> None:
-        error: BaseException | None = None
-        try:
-            wait()
-        except BaseException as caught:
-            error = caught
-        try:
-            loop.call_soon_threadsafe(settle, error)
-        except RuntimeError:
-            pass  # that loop is closed
-
     handle = _Handle(
         start(process_group, group, call, tensor(source, call), tensor(work, call)),
+        done,
         process_group,
         source,
         work,
     )
-    _held.add(handle)
+    number = next(_numbers)
+    _held[number] = handle
+    tell = _teller(loop, number)
     try:
-        handle.work.get_future().add_done_callback(lambda future: over(future.value))
+        handle.work.get_future().add_done_callback(lambda future: tell(future.value))
     except RuntimeError:  # not every collective of Gloo has a future
-        in_background(lambda: over(handle.work.wait))
+        wait = handle.work.wait
+        in_background(lambda: tell(wait))
     await ended(done, stop, handle.abandon)
+
+
+def _teller(loop: asyncio.AbstractEventLoop, number: int) -> Callable[[Callable[[], object]], None]:
+    """What settles a collective, once called with what waits for its outcome.
+
+    A thread of the group calls it, and lets go of it at some later time. So it holds, by whatever path, no
+    reference to the group: with the last one that thread would have to join itself, which ends the process.
+    """
+
+    def tell(wait: Callable[[], object]) -> None:
+        error: str | None = None
+        try:
+            wait()
+        except BaseException as caught:
+            error = str(caught)  # not itself: tracebacks have frames, and those the group
+        try:
+            loop.call_soon_threadsafe(_settle, number, error)
+        except RuntimeError:
+            pass  # that loop is closed
+
+    return tell
+
+
+def _settle(number: int, error: str | None) -> None:
+    """A collective is over."""
+    handle = _held.pop(number)
+    if handle.abandoned:
+        in_background(handle.clear)
+    if not handle.done.done():
+        if error is None:
+            handle.done.set_result(None)
+        else:
+            handle.done.set_exception(RuntimeError(error))
+            handle.done.exception()
 
 
 class _Handle:
     """A collective in Gloo's hands and all that must live as long, the group too."""
 
-    def __init__(self, work: Any, *needed: object) -> None:
+    def __init__(self, work: Any, done: asyncio.Future[None], *needed: object) -> None:
         self.work = work
+        self.done = done
         self.abandoned = False
         self._needed = needed
 
@@ -111,5 +128,6 @@ class _Handle:
         self._needed = ()
 
 
-#: Collectives that Gloo has not finished, among them those that were given up.
-_held: set[_Handle] = set()
+_numbers = itertools.count()
+#: Collectives that Gloo has not finished, by number, among them those that were given up.
+_held: dict[int, _Handle] = {}

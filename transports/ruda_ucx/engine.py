@@ -70,6 +70,8 @@ class Engine:
         #: What is of no use any more, but UCX may still touch.
         self._abandoned: list[Any] = []
         self._fences: list[tuple[Callable[[], bool], Callable[[], None]]] = []
+        #: Since somebody set it to False, everything that had come was taken in at least once.
+        self.caught_up = True
         self._kicked = False
         self._turning = False
         self._tick: asyncio.TimerHandle | None = None
@@ -208,6 +210,7 @@ class Engine:
                 moved = self._take_controls(end) or moved
                 moved = self._reap() or moved
                 if not moved or self._closed:
+                    self.caught_up = True
                     return True
                 if monotonic() > end:
                     return False
