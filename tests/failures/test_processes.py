@@ -21,6 +21,11 @@ import os, resource
 used = max(map(int, os.listdir("/proc/self/fd")))
 resource.setrlimit(resource.RLIMIT_NOFILE, (used + {more}, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 """
+#: Leaves this process files of 1 MiB at most.
+SMALL_FILES = """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+"""
 
 
 @pytest.fixture(params=BETWEEN_PROCESSES)
@@ -146,8 +151,7 @@ def test_no_descriptors_left_later_is_no_trouble(scheme: str) -> None:
 def test_no_room_for_the_rings(culprit: int) -> None:
     """The limit on file sizes holds for memory files too: the nearest that a test has to full memory."""
     options = [{"timeout": 1.0} for _ in range(3)]
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, -1))"
-    options[culprit]["before"] = limit  # type: ignore[assignment]
+    options[culprit]["before"] = SMALL_FILES  # type: ignore[assignment]
     with rank_processes(fresh_url("shm"), 3, options, ready=False) as ranks:
         if culprit == 0:  # which makes no memory: the higher rank of a pair does
             assert [rank.words()[:1] for rank in ranks] == [["ready"]] * 3
