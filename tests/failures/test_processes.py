@@ -117,7 +117,7 @@ async def test_a_slow_reader_holds_the_sender_and_not_memory(scheme: str) -> Non
 @pytest.mark.parametrize("culprit", [0, 2])
 def test_no_descriptors_left_while_connecting(scheme: str, culprit: int, more: int) -> None:
     """The rank names its trouble, or, where it can still wait for better times, what it waited for."""
-    options = [{"timeout": 1.0} for _ in range(3)]
+    options = [{"timeout": 20.0 if more == 4 else 1.5} for _ in range(3)]
     options[culprit]["before"] = SCARCE.format(more=more)  # type: ignore[assignment]
     with rank_processes(fresh_url(scheme), 3, options, ready=False) as ranks:
         said = [rank.words() for rank in ranks]
@@ -150,7 +150,7 @@ def test_no_descriptors_left_later_is_no_trouble(scheme: str) -> None:
 @pytest.mark.parametrize("culprit", [0, 1, 2])
 def test_no_room_for_the_rings(culprit: int) -> None:
     """The limit on file sizes holds for memory files too: the nearest that a test has to full memory."""
-    options = [{"timeout": 1.0} for _ in range(3)]
+    options = [{"timeout": 1.5 if culprit else 20.0} for _ in range(3)]
     options[culprit]["before"] = SMALL_FILES  # type: ignore[assignment]
     with rank_processes(fresh_url("shm"), 3, options, ready=False) as ranks:
         if culprit == 0:  # which makes no memory: the higher rank of a pair does
