@@ -20,12 +20,6 @@ from ruda_async.transport.job import Job, Secret
 HOST = "127.0.0.1"
 
 
-def free_port(family: int = socket.AF_INET, host: str = HOST) -> int:
-    with socket.socket(family) as sock:
-        sock.bind((host, 0))
-        return int(sock.getsockname()[1])
-
-
 def make_job(rank: int, world_size: int, timeout: float = 20.0, **fields: Any) -> Job:
     known = {"name": "lab", "host": None, "port": None, "parameters": None, "secret": Secret(b"")}
     deadline = time.monotonic() + timeout

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import os
+import random
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -23,13 +25,26 @@ SCHEMES = tuple(os.environ.get("RUDA_TEST_SCHEMES", ",".join(SCHEMES)).split(","
 _jobs = itertools.count()
 
 
-def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on."""
-    with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
+#: Whatever seeds the tests set, other runs of them on this machine draw other ports.
+_random = random.SystemRandom()
+
+
+def free_port(family: int = socket.AF_INET, host: str = "127.0.0.1") -> int:
+    """A port of `host` that nobody listens on.
+
+    It is below those that systems give to connections and to port 0, so none of these takes it meanwhile.
+    """
+    while True:
+        port = _random.randrange(10_000, 20_000)
+        with socket.socket(family) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                sock.bind((host, port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                return port
 
 
 def fresh_url(scheme: str) -> str:

@@ -12,7 +12,6 @@ from rendezvous_support import (
     answer,
     assert_met,
     expected,
-    free_port,
     join_record,
     joined,
     nothing_left,
@@ -20,6 +19,7 @@ from rendezvous_support import (
     start,
     until_joined,
 )
+from support import free_port
 
 from ruda_async.errors import CollectiveTimeoutError
 from ruda_async.rendezvous import limits

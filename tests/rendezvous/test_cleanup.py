@@ -7,7 +7,8 @@ import socket
 from typing import Any
 
 import pytest
-from rendezvous_support import HOST, assert_met, free_port, nothing_left, results, start
+from rendezvous_support import HOST, assert_met, nothing_left, results, start
+from support import free_port
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2, 3, 5, 8, 13, 30, 100])

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rendezvous_support import HOST, assert_met, expected, free_port, make_job, nothing_left, results, start
+from rendezvous_support import HOST, assert_met, expected, make_job, nothing_left, results, start
+from support import free_port
 
 from ruda_async.errors import ConfigError
 from ruda_async.rendezvous import MAX_PAYLOAD, exchange, meet

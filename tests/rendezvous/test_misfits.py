@@ -10,13 +10,13 @@ from rendezvous_support import (
     HOST,
     assert_met,
     connected,
-    free_port,
     make_job,
     nothing_left,
     results,
     start,
     until_joined,
 )
+from support import free_port
 
 from ruda_async.errors import CollectiveTimeoutError, ConfigError
 from ruda_async.rendezvous import meet

@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 
 import pytest
-from rendezvous_support import HOST, assert_met, connected, free_port, make_job, results, start
+from rendezvous_support import HOST, assert_met, connected, make_job, results, start
+from support import free_port
 
 from ruda_async.errors import CollectiveTimeoutError, ConfigError
 from ruda_async.rendezvous import limits, meet

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 
-from rendezvous_support import HOST, assert_met, free_port, results, start
+from rendezvous_support import HOST, assert_met, results, start
+from support import free_port
 
 from ruda_async.errors import AuthenticationError, CollectiveTimeoutError
 from ruda_async.transport.job import Secret

@@ -17,12 +17,12 @@ from rendezvous_support import (
     answer,
     assert_met,
     connected,
-    free_port,
     join_record,
     joined,
     results,
     start,
 )
+from support import free_port
 
 from ruda_async.errors import CollectiveTimeoutError, ConfigError, ProtocolError, RudaError
 from ruda_async.rendezvous import MAX_PAYLOAD, limits
