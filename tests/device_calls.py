@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from fake_device import numpy_dtype
 
-from ruda_async.collectives.costs import CANDIDATES
+from ruda_async.collectives.candidates import CANDIDATES
 from ruda_async.tensors import order
 
 __all__ = ["ALGORITHMS", "CALLS", "ROWS", "shard", "tree_sum", "values"]
