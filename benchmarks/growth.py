@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 
 import ruda_async
-from ruda_async.collectives.costs import CANDIDATES, case_of
+from ruda_async.collectives.candidates import CANDIDATES
+from ruda_async.collectives.costs import case_of
 from ruda_async.transport.base import Capabilities
 from ruda_async.tuning.measure import measure
 from ruda_async.tuning.numbers import Numbers, seconds, with_numbers

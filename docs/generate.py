@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from ruda_async.collectives import costs
+from ruda_async.collectives import candidates as known_candidates
 from ruda_async.collectives.operation import Settings
 from ruda_async.collectives.selector import choose
 from ruda_async.config import CommonParameters, resolve
@@ -128,16 +128,16 @@ class Row(NamedTuple):
 
 
 def candidates() -> list[Row]:
-    """The algorithms and their formulas, read from the source of `costs`."""
-    for node in ast.walk(ast.parse(inspect.getsource(costs))):
+    """The algorithms and their formulas, read from the source of `collectives.candidates`."""
+    for node in ast.walk(ast.parse(inspect.getsource(known_candidates))):
         if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", None) == "CANDIDATES":
             tables = node.value
             break
     else:
-        raise LookupError("ruda_async.collectives.costs has no CANDIDATES")
+        raise LookupError("ruda_async.collectives.candidates has no CANDIDATES")
     assert isinstance(tables, ast.Dict)
     found = []
-    for (operation, known), rows in zip(costs.CANDIDATES.items(), tables.values, strict=True):
+    for (operation, known), rows in zip(known_candidates.CANDIDATES.items(), tables.values, strict=True):
         assert isinstance(rows, ast.Tuple)
         for candidate, row in zip(known, rows.elts, strict=True):
             assert isinstance(row, ast.Call)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextvars
 import threading
 import types
 from collections.abc import Callable, Coroutine, Generator, Iterator
@@ -25,6 +26,7 @@ except ImportError:  # pragma: no cover
     import signal as _signal
 
 from .errors import CollectiveTimeoutError, CommunicatorClosedError, RudaError
+from .tensors.device import note_streams
 from .transport.framed.activity import blocking
 
 __all__ = ["BackgroundLoop", "Work"]
@@ -241,7 +243,9 @@ class BackgroundLoop:
         with self._news:
             self._started += 1
             self._news.notify_all()
-        future = asyncio.run_coroutine_threadsafe(call, self._loop)
+        context = contextvars.copy_context()
+        context.run(note_streams)
+        future = context.run(asyncio.run_coroutine_threadsafe, call, self._loop)
         future.add_done_callback(self._finished)
         return future
 

@@ -353,6 +353,7 @@ class AsyncCommunicator(AsyncOperations):
             node.abort(f"rank {config.rank} could not join: {error}")
             raise
         channel = node.open_channel(channel_id(0, "main"), "main", tuple(range(config.world_size)))
+        settings = replace(settings, device_memory=node.device_memory)
         return cls(channel, settings, timeout, Recovery(node), owner=True)
 
     def _derive(self, channel: Channel, settings: Settings | None = None) -> AsyncCommunicator:

@@ -12,29 +12,24 @@ Every mistake is a `ConfigError` of one line that names the value and the remedy
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote, urlencode
 
 from .collectives.operation import Settings
-from .environment import EnvJob, find_job, from_environment
-from .errors import ConfigError, TransportUnavailableError
+from .errors import ConfigError
+from .place import DEFAULT_NAME, check_port, find_place, placed_ranks
 from .transport.base import Plugin
 from .transport.job import Secret
 from .transport.parameters import param, parse_parameters
-from .transport.registry import default_plugin, get_plugin, is_network, plugins
-from .url import HIDDEN, UrlParts, split_url
+from .url import HIDDEN
 
 __all__ = ["CommonParameters", "Config", "environment", "resolve"]
 
-_DEFAULT_NAME = "default"
-#: The pseudo-scheme that asks the environment.
-_ENV = "env"
 _MAX_SECRET_FILE = 1 << 20
 
 
@@ -104,7 +99,7 @@ class Config:
         """A URL for logs that says what was resolved, without any secret."""
         host = f"[{self.host}]" if self.host and ":" in self.host else self.host or ""
         port = "" if self.port is None else f":{self.port}"
-        path = "" if self.name in (_DEFAULT_NAME, self.host) else f"/{quote(self.name)}"
+        path = "" if self.name in (DEFAULT_NAME, self.host) else f"/{quote(self.name)}"
         query = {"rank": self.rank, "world_size": self.world_size, "timeout": f"{self.timeout:g}"}
         query |= {k: v for k, v in (("algorithm", self.settings.algorithm),) if v is not None}
         query |= {} if self.settings.order == "exact" else {"order": self.settings.order}
@@ -153,8 +148,8 @@ def resolve(
         "order": order,
         "join": join,
     }
-    place = _place(url, environ)
-    placed = _placed(place.plugin)
+    place = find_place(url, environ)
+    placed = placed_ranks(place.plugin)
     own = {f.name for f in fields(place.plugin.parameters)}
     raw: dict[str, Any] = {}
     labels: dict[str, str] = {}
@@ -194,7 +189,7 @@ def resolve(
     assert shared.world_size is not None
     listen_fd = _listen_fd(environ) if place.inherited and shared.rank == 0 else None
     if place.port in (None, 0) and not place.ports and listen_fd is None and placed is None:
-        _check_port(place, shared.world_size)
+        check_port(place, shared.world_size)
     return Config(
         scheme=place.scheme,
         plugin=place.plugin,
@@ -244,96 +239,6 @@ def _listen_fd(environ: Mapping[str, str]) -> int | None:
     return int(text)
 
 
-# ---------------------------------------------------------------------- the place
-
-
-class _Place(NamedTuple):
-    """Which transport, and where ranks meet."""
-
-    scheme: str
-    plugin: Plugin
-    host: str | None
-    port: int | None
-    ports: tuple[int, ...]
-    name: str
-    query: dict[str, str]
-    job: EnvJob | None = None
-    #: Whether a launcher named this place, so that a socket it hands over belongs to it.
-    inherited: bool = False
-
-
-def _place(url: str | None, environ: Mapping[str, str]) -> _Place:
-    """The place that `url` names, or the environment where it names none."""
-    asked = url
-    if url is None:
-        asked = environ.get("RUDA_URL") or f"{_ENV}://"
-    parts = _split(asked)
-    if parts.scheme != _ENV:
-        place = _locate(parts)
-        return place if url is not None else place._replace(inherited=True, job=find_job(environ))
-    if parts.host or parts.port is not None:
-        raise ConfigError(
-            f"{parts.text!r}: env:// takes no host, since the environment names it; write "
-            f"env:///{parts.host or 'job'} for a job name"
-        )
-    inner = environ.get("RUDA_URL")
-    if inner and not inner.startswith(f"{_ENV}:"):
-        place = _locate(_split(inner))
-        name = parts.path or place.name
-        return place._replace(
-            name=name, query=place.query | parts.query, inherited=True, job=find_job(environ)
-        )
-    job = from_environment({k: v for k, v in environ.items() if k != "RUDA_URL"})
-    plugin = default_plugin(network=True)
-    return _Place(
-        plugin.scheme, plugin, job.host, None, job.ports, parts.path or job.name, parts.query, job, True
-    )
-
-
-def _locate(parts: UrlParts) -> _Place:
-    plugin = get_plugin(parts.scheme)
-    if is_network(plugin):
-        host, name = parts.host, parts.path or _DEFAULT_NAME
-    else:
-        if parts.port is not None:
-            meant = f"{parts.scheme}://{parts.host or 'job'}"
-            raise ConfigError(
-                f"the URL {parts.text!r} has a port, which {parts.scheme} does not use; write {meant}"
-            )
-        host, name = parts.host, "/".join(p for p in (parts.host, parts.path) if p) or _DEFAULT_NAME
-    return _Place(parts.scheme, plugin, host, parts.port, (), name, parts.query)
-
-
-def _placed(plugin: Plugin) -> tuple[int, int] | None:
-    """Rank and world size, where the plugin's own engine has placed this process."""
-    ask = getattr(plugin, "placed", None)
-    found: tuple[int, int] | None = None if ask is None else ask()
-    return found
-
-
-def _split(url: object) -> UrlParts:
-    parts = split_url(url)
-    if not parts.scheme:
-        raise ConfigError(_no_scheme(parts.text))
-    return parts
-
-
-def _no_scheme(url: str) -> str:
-    """The error text for a URL without a scheme: what was probably meant, and what there is."""
-    known = [*plugins(), _ENV]
-    guess = ""
-    scheme, colon, rest = url.partition(":")
-    if colon and scheme.lower() in known:
-        guess = f"{scheme}://{rest.lstrip('/')}"
-    elif re.match(r"(//)?(\[[^\]]*\]|[^/?:]+):[0-9]+", url):
-        with suppress(TransportUnavailableError):
-            guess = f"{default_plugin(network=True).scheme}://{url.lstrip('/')}"
-    meant = f"did you mean {guess}? A URL" if guess else "a URL"
-    return f"the URL {url!r} names no transport; {meant} begins with one of " + ", ".join(
-        f"{scheme}://" for scheme in known
-    )
-
-
 # ---------------------------------------------------------------------- checks
 
 
@@ -355,17 +260,6 @@ def _check_rank(shared: CommonParameters, scheme: str) -> None:
         raise ConfigError(
             f"rank={shared.rank} is outside a job of world_size={shared.world_size}; ranks count from 0 to "
             f"{shared.world_size - 1}"
-        )
-
-
-def _check_port(place: _Place, world_size: int) -> None:
-    """Ranks that meet over a network need to know where."""
-    if world_size > 1 and is_network(place.plugin):
-        what = "no port" if place.port is None else "port 0"
-        raise ConfigError(
-            f"{place.scheme}:// with {what} names no place to meet; write "
-            f"{place.scheme}://{place.host or '10.0.0.5'}:29500, or start the ranks with `ruda-async run`, "
-            "which finds a free port"
         )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import weakref
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from time import monotonic
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 from . import notices
 from .call import Operation
 from .channel import Channel
+from .closed_channels import ClosedChannels
 from .errors import (
     CollectiveTimeoutError,
     CommunicatorClosedError,
@@ -30,7 +30,8 @@ from .heap import Heap
 from .observe.flight import FlightRecords
 from .observe.logs import log
 from .observe.recorder import Recorder, Stats, Transfer
-from .tags import CONTROL_TAG, SEQUENCES, is_past, split_tag
+from .patrol import Patrol
+from .tags import CONTROL_TAG, SEQUENCES, split_tag
 from .transport.base import DONE, Capabilities, Transport
 from .transport.regions import Regions
 from .tuning.numbers import Numbers, numbers_of, with_numbers
@@ -41,16 +42,6 @@ if TYPE_CHECKING:
     from .transport.provider import Provider
 
 __all__ = ["Node", "live_nodes"]
-
-#: A call that has waited this long (seconds) tells the others what it is, so that ranks that entered
-#: different calls find out even where their algorithms never exchange a message.
-REPORT_AFTER = 0.05
-#: So many closed channels are remembered, the latest used: how far they had counted. One that is opened
-#: again counts on from there, since other ranks may still be in its former life; and late messages of
-#: calls that failed are known as such.
-_MAX_TOMBSTONES = 32768
-#: Failures of calls on channels that this rank has not opened yet.
-_MAX_EARLY_FAILURES = 4096
 
 _NOTICES: dict[str, tuple[type, ...]] = {
     "fail": (int, int, str, int, str, int, str, str, str),
@@ -82,6 +73,13 @@ class Node:
         self.capabilities: Capabilities = replace(transport.capabilities, shared_memory=self.heap is not None)
         #: Who runs whole collectives natively; most transports have none.
         self.providers: tuple[Provider, ...] = tuple(getattr(transport, "providers", ()))
+        #: Whether tensors in device memory go down as they are. Memory that ranks share is the host's, and a
+        #: provider that does not say otherwise takes the host's alone.
+        self.device_memory = (
+            self.capabilities.device_memory
+            and self.heap is None
+            and all(getattr(provider, "device_memory", False) for provider in self.providers)
+        )
         self.loop = asyncio.get_running_loop()
         self.recorder = Recorder()
         self.flight = FlightRecords(self)
@@ -98,9 +96,10 @@ class Node:
         self.unturned = 0
         #: Called with every ``survivors`` notice: see `recovery`.
         self.on_survivors: Callable[[int, int, int, list[int], bool], None] | None = None
-        self._tombstones: OrderedDict[int, int] = OrderedDict()
-        self._early_failures: OrderedDict[int, dict[int, notices.Failure]] = OrderedDict()
-        self._watchdog: asyncio.TimerHandle | None = None
+        self._not_open = ClosedChannels()
+        self._patrol = Patrol(self)
+        #: See to it that a call reports when it waits long, and ends at its deadline.
+        self.watch: Callable[[Operation], None] = self._patrol.watch
         self._listeners: list[asyncio.Task[None]] = []
         self._unsent: set[asyncio.Future[None]] = set()
         self._closing: asyncio.Task[None] | None = None
@@ -177,77 +176,25 @@ class Node:
                     f"the channel names {name!r} and {channel.name!r} hash alike; choose another name"
                 )
             return channel
-        channel = Channel(self, id, name, members, self._tombstones.pop(id, 0))
-        channel.announced.update(self._early_failures.pop(id, {}))
+        sequence, failures = self._not_open.open(id)
+        channel = Channel(self, id, name, members, sequence)
+        channel.announced.update(failures)
         for peer, error in self.lost.items():
             channel.on_lost(peer, error)
         self.channels[id] = channel
         return channel
 
-    def _remember_failure(self, id: int, sequence: int, failure: notices.Failure) -> None:
-        """A call failed on a channel that this rank has not opened (or has closed)."""
-        if id in self._tombstones and is_past(sequence, self._tombstones[id]):
-            return
-        self._early_failures.setdefault(id, {})[sequence] = failure
-        if len(self._early_failures) > _MAX_EARLY_FAILURES:
-            self._early_failures.popitem(last=False)
-
     def forget(self, channel: Channel) -> None:
         """A channel was closed here."""
         self.channels.pop(channel.id, None)
-        self._tombstones[channel.id] = channel.next
-        self._tombstones.move_to_end(channel.id)
-        if len(self._tombstones) > _MAX_TOMBSTONES:
-            self._tombstones.popitem(last=False)
+        self._not_open.close(channel.id, channel.next)
 
     def _is_stale(self, tag: int) -> bool:
         id, sequence = split_tag(tag)
         channel = self.channels.get(id)
         if channel is not None:
             return channel.is_stale(sequence)
-        counted = self._tombstones.get(id)
-        return counted is not None and is_past(sequence, counted)
-
-    # ------------------------------------------------------------------ deadlines
-
-    def watch(self, operation: Operation) -> None:
-        """See to it that `operation` reports when it waits long, and ends at its deadline."""
-        watchdog = self._watchdog
-        due = _report_at(operation)
-        if watchdog is None:
-            self._watchdog = self.loop.call_later(max(due - monotonic(), 0), self._patrol)
-        elif due < self._patrol_at:
-            watchdog.cancel()
-            self._watchdog = self.loop.call_later(max(due - monotonic(), 0), self._patrol)
-        else:
-            return
-        self._patrol_at = due
-
-    _patrol_at = 0.0
-
-    def _patrol(self) -> None:
-        """Look at every call in flight; come again when the next one is due."""
-        self._watchdog = None
-        now = monotonic()
-        due = float("inf")
-        for channel in list(self.channels.values()):
-            for operation in list(channel.active.values()):
-                if operation.error is not None or not operation.head:
-                    continue
-                if now >= operation.deadline:
-                    channel.on_deadline(operation)
-                    continue
-                if not operation.reported:
-                    report_at = _report_at(operation)
-                    if now >= report_at:
-                        operation.reported = True
-                        self.report(channel, channel.members, operation.sequence, operation.head)
-                    else:
-                        due = min(due, report_at)
-                due = min(due, operation.deadline)
-        if due < float("inf") and self.closed is None:
-            self._patrol_at = due
-            self._watchdog = self.loop.call_later(max(due - now, 0.001), self._patrol)
+        return self._not_open.is_past(id, sequence)
 
     def report(self, channel: Channel, members: Iterable[int], sequence: int, head: bytes) -> None:
         """Tell `members` that this rank is in call `sequence` of `channel`, or past it (an empty head)."""
@@ -310,7 +257,7 @@ class Node:
         except Exception as error:
             fields = {"ruda_rank": transport.rank, "ruda_peer": peer}
             log.error("rank %d: cannot hear rank %d any more: %s", transport.rank, peer, error, extra=fields)
-            lost = PeerLostError(f"rank {peer} cannot be heard any more: {error}", rank=peer)
+            lost = PeerLostError(f"rank {peer} is lost: it cannot be heard any more: {error}", rank=peer)
             if peer == 0 and not self.settled.done():
                 self.settled.set_exception(lost)
             self._on_lost(peer, lost)
@@ -324,7 +271,7 @@ class Node:
                 channel.on_failure(sequence % SEQUENCES, notices.Failure(*rest))
             elif channel is None:
                 failure = notices.Failure(*rest)
-                self._remember_failure(id, sequence % SEQUENCES, failure)
+                self._not_open.fail(id, sequence % SEQUENCES, failure)
                 if failure.code == "timeout":
                     self.flight.trigger(f"rank {peer} gave up on a call of a channel that is not open here")
         elif kind == "report":
@@ -358,9 +305,9 @@ class Node:
             return
         me = self.transport.rank
         fields = {"ruda_rank": me, "ruda_peer": peer}
-        log.warning("rank %d: lost rank %d: %s", me, peer, error, extra=fields)
+        log.warning("rank %d: %s", me, error, extra=fields)
         self.lost[peer] = error
-        self.flight.trigger(f"lost rank {peer}: {error}")
+        self.flight.trigger(str(error))
         self._tell(range(self.transport.world_size), notices.encode("lost", peer, str(error)))
         for channel in list(self.channels.values()):
             channel.on_lost(peer, error)
@@ -392,9 +339,7 @@ class Node:
         self.transport.abort(reason)
 
     def _shut(self, error: RudaError) -> None:
-        if self._watchdog is not None:
-            self._watchdog.cancel()
-            self._watchdog = None
+        self._patrol.end()
         self.flight.flush()
         for channel in list(self.channels.values()):
             channel.close(error)
@@ -431,11 +376,6 @@ class Node:
         for channel in self.channels.copy().values():
             calls += channel.active.copy().values()
         return calls
-
-
-def _report_at(operation: Operation) -> float:
-    """When a call that still waits tells the others: well before its deadline."""
-    return operation.started + min(REPORT_AFTER, (operation.deadline - operation.started) / 2)
 
 
 def _after_fork() -> None:

@@ -22,7 +22,7 @@ from .errors import (
 )
 from .observe.recorder import Transfer
 from .tags import channel_id, tag_of
-from .tensors import TensorSpec, adapter_for, dtype_of
+from .tensors import TensorSpec, adapter_for, adapter_for_call, dtype_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -48,7 +48,7 @@ class PointToPoint:
         call = f"send to rank {dest} (tag {tag})"
         member, wire_tag = self._address(dest, tag, call)
         try:
-            adapter = adapter_for(value)
+            adapter = self._find(value)
             spec = adapter.spec(value)
         except TensorContractError as error:
             raise error.at(f"rank {channel.rank}, {call}", channel.rank) from None
@@ -135,13 +135,20 @@ class PointToPoint:
             turn.release()
             raise
 
+    def _find(self, value: object) -> TensorAdapter[Any]:
+        """The adapter for a tensor, for this call."""
+        adapter = adapter_for(value)
+        if adapter.on_devices:
+            adapter = adapter_for_call(adapter, value, self._channel.node.device_memory)
+        return adapter
+
     def _turn(self, member: int, wire_tag: int) -> asyncio.Lock:
         return self._turns.setdefault((member, wire_tag), asyncio.Lock())
 
     def _adapter(self, like: Any, out: Any, call: str) -> TensorAdapter[Any]:
         pattern = out if out is not None else like
         try:
-            return adapter_for(np.empty(0) if pattern is None else pattern)
+            return self._find(np.empty(0) if pattern is None else pattern)
         except TensorContractError as error:
             raise error.at(f"rank {self._channel.rank}, {call}", self._channel.rank) from None
 

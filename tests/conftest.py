@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 
@@ -15,6 +16,12 @@ settings.register_profile(
 )
 settings.register_profile("long", parent=settings.get_profile("default"), max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_collection_finish() -> None:
+    """Collecting garbage, which many tests do, need not look at what was imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=SCHEMES)

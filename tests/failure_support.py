@@ -1,83 +1,142 @@
-"""Ranks as processes that sum in a loop until a peer is lost, and then go on without it."""
+"""Ranks as processes that may be killed and stopped. Those that outlive a test serve the next one too."""
 
 from __future__ import annotations
 
+import atexit
+import os
+import select
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from signal import SIGCONT, SIGSTOP
+from time import monotonic
 from typing import Any
 
-RANK = """
-import asyncio, os, resource, sys, time
-import numpy as np
-import ruda_async
-from ruda_async import PeerLostError
-
-async def main():
-    url, rank, world, options = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), eval(sys.argv[4])
-    before, inside, size = options.pop("before", ""), options.pop("inside", ""), options.pop("size", 200_000)
-    exec(before)
-    try:
-        comm = await ruda_async.connect(url, rank=rank, world_size=world, **{"timeout": 30} | options)
-        await comm.barrier()
-    except ruda_async.RudaError as error:
-        print("refused", type(error).__name__, str(error).replace(chr(10), " "), flush=True)
-        return
-    print("ready", os.getpid(), flush=True)
-    exec(inside)
-    try:
-        while True:
-            total = await comm.all_reduce_sum(np.full(size, float(rank + 1)))
-            assert total[0] == total[-1] == world * (world + 1) / 2
-            await asyncio.sleep(0.001)
-    except PeerLostError as error:
-        print("lost", error.rank, time.time(), flush=True)
-    except ruda_async.RudaError as error:
-        print("failed", type(error).__name__, str(error).replace(chr(10), " "), flush=True)
-        return
-    began = time.monotonic()
-    smaller = await comm.shrink()
-    total = await smaller.all_reduce_sum(np.ones(1))
-    print("shrunk", smaller.rank, smaller.world_size, total[0], time.monotonic() - began, flush=True)
-    await comm.close()
-
-asyncio.run(main())
-"""
+PROGRAM = str(Path(__file__).with_name("failure_ranks.py"))
+#: Ranks between two jobs: starting a process takes longer than most jobs.
+_idle: list[Rank] = []
 
 
-def start_rank(url: str, rank: int, world: int, options: dict[str, Any]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", RANK, url, str(rank), str(world), repr(options)],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+class Rank:
+    """A process that does one rank's part of a job; see `failure_ranks`."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+        )
+        self._read = b""
+        self._lost = self._stopped = False
+
+    def begin(self, url: str, rank: int, world: int, options: dict[str, Any]) -> None:
+        """Give it a job."""
+        self._write(repr((url, rank, world, options)))
+
+    def words(self, limit: float = 50) -> list[str]:
+        """The next line that it prints; nothing where it has ended, or says nothing for `limit` seconds."""
+        assert self._process.stdout is not None
+        end = monotonic() + limit
+        while b"\n" not in self._read:
+            if not select.select([self._process.stdout], [], [], max(end - monotonic(), 0))[0]:
+                return []
+            read = os.read(self._process.stdout.fileno(), 1 << 16)
+            if not read:
+                return []
+            self._read += read
+        line, self._read = self._read.split(b"\n", 1)
+        return line.decode().split()
+
+    def kill(self) -> None:
+        """Kill it."""
+        self._process.kill()
+        self._lost = True
+
+    def stop(self) -> None:
+        """Let it stand still."""
+        self._process.send_signal(SIGSTOP)
+        self._stopped = True
+
+    def resume(self) -> None:
+        """Let it go on."""
+        self._process.send_signal(SIGCONT)
+        self._stopped = False
+
+    def leave(self) -> int:
+        """Tell it to end after its job; its exit status."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        return self.wait()
+
+    def wait(self) -> int:
+        """Its exit status, once it has ended."""
+        self._lost = True
+        return self._process.wait(30)
+
+    def end(self) -> None:
+        """Begin to give up its job."""
+        if not self._lost:
+            self._write("end")
+
+    def is_idle(self) -> bool:
+        """Whether it has given up its job and can take another one. Waits for that, if need be."""
+        if self._lost or self._stopped:
+            return False
+        while said := self.words(10):
+            if said == ["idle"]:
+                return True
+        return False
+
+    def discard(self) -> None:
+        """Leave no trace of it."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def _write(self, line: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line.encode() + b"\n")
+        except BrokenPipeError:
+            self._lost = True
 
 
 @contextmanager
 def rank_processes(
-    url: str, world: int, options: Sequence[dict[str, Any]] | dict[str, Any] = (), *, ready: bool = True
-) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start the ranks, with options for all or for each; with `ready`, wait until all are linked.
+    url: str,
+    world: int,
+    options: Sequence[dict[str, Any]] | dict[str, Any] = (),
+    *,
+    ready: bool = True,
+    keep: bool = True,
+) -> Iterator[list[Rank]]:
+    """Give a job to so many ranks, with options for all or for each; with `ready`, wait until all are linked.
 
     Options are `connect`'s, and ``before`` and ``inside``: code that runs before it connects and after, and
-    ``size``, the elements that it sums.
+    ``size``, the elements that it sums. Without `keep` the processes serve this job alone.
     """
     each = [options] * world if isinstance(options, dict) else [*options, *({} for _ in range(world))][:world]
-    ranks = [start_rank(url, rank, world, each[rank]) for rank in range(world)]
+    ranks = [_idle.pop() if keep and _idle else Rank() for _ in range(world)]
     try:
+        for number, rank in enumerate(ranks):
+            rank.begin(url, number, world, each[number])
         for rank in ranks if ready else ():
-            assert words(rank)[:1] == ["ready"]
+            said = rank.words()
+            assert said[:1] == ["ready"], said
         yield ranks
     finally:
         for rank in ranks:
-            rank.kill()
-            rank.wait()
-            if rank.stdout is not None:
-                rank.stdout.close()
+            rank.end()
+        for rank in ranks:
+            if keep and rank.is_idle():
+                _idle.append(rank)
+            else:
+                rank.discard()
 
 
-def words(rank: subprocess.Popen[str]) -> list[str]:
-    """The next line that a rank prints; nothing where it has ended."""
-    assert rank.stdout is not None
-    return rank.stdout.readline().split()
+@atexit.register
+def _end() -> None:
+    for rank in _idle:
+        rank.discard()

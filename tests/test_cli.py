@@ -227,3 +227,43 @@ def test_doctor_on_a_terminal_draws_tables() -> None:
         os.close(theirs)
     assert "┃" in shown
     assert "memory://" in shown
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "detail"),
+    [
+        (None, "usable", "not tested without them"),
+        ("print('ruda-async probe: [0.25, []]')", "works", ""),
+        (
+            "import sys; print('no node is free'); sys.exit(3)",
+            "failed",
+            "code 3, and said last: no node is free",
+        ),
+        ("pass", "failed", "code 0, and said last: nothing"),
+        ("import time; time.sleep(60)", "failed", "took over 2 s"),
+    ],
+    ids=["no engine", "works", "refuses", "says nothing", "does not end"],
+)
+def test_doctor_has_an_engine_start_its_ranks(
+    monkeypatch: pytest.MonkeyPatch, script: str | None, status: str, detail: str
+) -> None:
+    plugin: Any = FakePlugin("engine", rank_per="engine", example="engine://example", parameters=Nothing)
+    asked = []
+
+    def command(ranks: int) -> list[str] | None:
+        asked.append(ranks)
+        return None if script is None else [sys.executable, "-c", script]
+
+    plugin.command = command
+    register_plugin(plugin)
+    known = {"engine": registry.plugins()["engine"]}
+    monkeypatch.setattr(doctor, "plugins", lambda: known)
+    monkeypatch.setattr(doctor, "LIMIT", 2.0 if status == "failed" and "took" in detail else 30.0)
+    try:
+        (found,) = doctor.examine()["transports"]
+    finally:
+        unregister_plugin("engine")
+    assert asked == [2]
+    assert found["status"] == status
+    assert detail in found["detail"]
+    assert found["latency"] == (0.25 if status == "works" else None)

@@ -136,7 +136,7 @@ async def test_nobody_comes(url: str) -> None:
 
 async def test_after_a_failed_growth_the_next_one_works(url: str) -> None:
     async def member(comm: AsyncCommunicator) -> None:
-        error = await outcome(comm.grow(2, timeout=1.5))  # one comes: too few
+        error = await outcome(comm.grow(2, timeout=0.7))  # one comes: too few
         assert isinstance(error, CollectiveTimeoutError), error
         assert "1 of 2" in str(error) or "0 of 2" in str(error)
         await works(comm)
@@ -154,7 +154,7 @@ async def test_after_a_failed_growth_the_next_one_works(url: str) -> None:
 @pytest.mark.parametrize("scheme", ["tcp", "shm"])
 async def test_a_newcomer_with_another_secret(scheme: str) -> None:
     async def member(comm: AsyncCommunicator) -> None:
-        assert isinstance(await outcome(comm.grow(1, timeout=2)), CollectiveTimeoutError)
+        assert isinstance(await outcome(comm.grow(1, timeout=1)), CollectiveTimeoutError)
         await works(comm)
 
     (found,) = await with_newcomers(fresh_url(scheme), 2, member, 1, secret="another")
@@ -200,7 +200,7 @@ async def _connect(url: str, timeout: float) -> AsyncCommunicator:
 
 
 async def test_a_newcomer_that_never_meets_the_others(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "LINK_SECONDS", 3.0)
+    monkeypatch.setattr(admission, "LINK_SECONDS", 0.5)
 
     async def member(comm: AsyncCommunicator) -> None:
         error = await outcome(comm.grow(1, timeout=40))

@@ -1,4 +1,4 @@
-"""The README's examples, and those on autograd and experts, are scripts that run as they stand."""
+"""The README's examples, and the whole programs of other pages, are scripts that run as they stand."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ EXPECTED = {
     ],
     "docs/autograd.md": [["rank 0: [10.0, 10.0]", "rank 1: [20.0, 20.0]"]],
     "docs/training.md": [["rank 0: [2.5, 2.5]", "rank 1: [2.5, 2.5]"]],
+    "docs/recovery.md": [[f"rank {rank} of 3: 5 steps, total 15.0" for rank in range(3)]],
+    "docs/torch_backend.md": [[f"rank {rank}: [2.5, 2.5]" for rank in range(2)]],
     "docs/moe.md": [["rank 0: 3 tokens, experts [0, 1]", "rank 1: 4 tokens, experts [2, 3]"]],
 }
 

@@ -194,13 +194,13 @@ def test_waiting_costs_nothing_and_says_nothing(scheme: str) -> None:
         for rank in ranks:
             assert rank.stdout is not None
             assert rank.stdout.readline() == "ready\n"
-        time.sleep(3)  # the time that is waited is what is measured
+        time.sleep(1.5)  # the time that is waited is what is measured
         assert ranks[0].stdin is not None
         ranks[0].stdin.write("go\n")
         ranks[0].stdin.flush()
         out, err = ranks[1].communicate(timeout=20)
         assert out.startswith("used")
-        assert float(out.split()[1]) < 0.02
+        assert float(out.split()[1]) < 0.03
         assert err == ""
         assert ranks[1].returncode == 0
     finally:

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
-import subprocess
-import sys
-import textwrap
 import time
 import tracemalloc
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from failure_support import rank_processes
 from support import SCHEMES, free_port, fresh_url, outcome, run_ranks
 
 from ruda_async import AsyncCommunicator, CollectiveTimeoutError, ConfigError, PeerLostError
@@ -52,84 +47,28 @@ async def test_unknown_host() -> None:
     assert "no-such-host.invalid" in str(error)
 
 
-RANK = """
-import asyncio, os, sys, time
-import numpy as np
-import ruda_async
-from ruda_async import PeerLostError
-
-async def main():
-    url, rank, world, options = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), eval(sys.argv[4])
-    comm = await ruda_async.connect(url, rank=rank, world_size=world, timeout=20, **options)
-    await comm.barrier()
-    print("ready", os.getpid(), flush=True)
-    try:
-        while True:
-            await comm.all_reduce_sum(np.ones(200_000, np.float32))
-            await asyncio.sleep(0.001)
-    except PeerLostError as error:
-        print("lost", error.rank, time.time(), flush=True)
-    smaller = await comm.shrink()
-    total = await smaller.all_reduce_sum(np.ones(1))
-    print("shrunk", smaller.rank, smaller.world_size, total[0], flush=True)
-    await comm.close()
-
-asyncio.run(main())
-"""
-
-
-@contextmanager
-def rank_processes(scheme: str, world: int, options: str = "{}") -> Iterator[list[subprocess.Popen[str]]]:
-    """Ranks as processes that all-reduce in a loop until a peer is lost, then shrink."""
-    url = fresh_url(scheme)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(RANK), url, str(r), str(world), options],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for r in range(world)
-    ]
-    try:
-        for rank in ranks:
-            assert rank.stdout is not None
-            assert rank.stdout.readline().startswith("ready")
-        yield ranks
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-            if rank.stdout is not None:
-                rank.stdout.close()
-
-
-def read_words(rank: subprocess.Popen[str]) -> list[str]:
-    assert rank.stdout is not None
-    return rank.stdout.readline().split()
-
-
-@pytest.mark.parametrize(("scheme", "limit"), [("tcp", 1.0), ("shm", 0.1)])
+@pytest.mark.parametrize(("scheme", "limit"), [("tcp", 1.0), ("shm", 0.5)])
 def test_killed_rank_is_noticed_at_once(scheme: str, limit: float) -> None:
     if scheme not in SCHEMES:
         pytest.skip(f"no {scheme} here")
-    with rank_processes(scheme, 4) as ranks:
+    with rank_processes(fresh_url(scheme), 4) as ranks:
         killed = time.time()
         ranks[2].kill()
         for number in (0, 1, 3):
-            word, lost, when = read_words(ranks[number])
+            word, lost, when = ranks[number].words()
             assert (word, lost) == ("lost", "2")
             assert float(when) - killed < limit
         for number, rank in ((0, 0), (1, 1), (3, 2)):
-            assert read_words(ranks[number]) == ["shrunk", str(rank), "3", "3.0"]
-            assert ranks[number].wait(10) == 0
+            assert ranks[number].words() == ["shrunk", str(rank), "3", "3.0"]
+            assert ranks[number].words() == ["closed"]
 
 
 def test_stopped_rank_is_noticed_by_its_silence() -> None:
-    with rank_processes("tcp", 3, "{'heartbeat': 0.5}") as ranks:
+    with rank_processes(fresh_url("tcp"), 3, {"heartbeat": 0.5}) as ranks:
         stopped = time.time()
-        ranks[1].send_signal(signal.SIGSTOP)
+        ranks[1].stop()
         for number in (0, 2):
-            word, lost, when = read_words(ranks[number])
+            word, lost, when = ranks[number].words()
             assert (word, lost) == ("lost", "1")
             assert 0.4 < float(when) - stopped < 3
 

@@ -7,7 +7,8 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from rank_threads import in_threads
 
+import ruda_async
 from ruda_async import moe, sync
 
 torch = pytest.importorskip("torch")
@@ -26,11 +28,41 @@ TRANSFORMER = EXAMPLES / "train_tiny_transformer_ep.py"
 
 
 @pytest.fixture
-def digits_moe(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def examples(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """Imports modules of the examples, which a later test imports afresh."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    yield importlib.import_module("digits_moe")
-    for name in [name for name in sys.modules if name.partition(".")[0] == "digits_moe"]:
-        del sys.modules[name]
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in ("digits_moe", DIGITS.stem, TRANSFORMER.stem):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def digits_moe(examples: Callable[[str], ModuleType]) -> ModuleType:
+    return examples("digits_moe")
+
+
+@pytest.fixture
+def in_one_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., str]]:
+    """Runs a program's `main`, ranks as threads since processes are slow to import torch; its output."""
+    spawn, threads = ruda_async.spawn, torch.get_num_threads()
+
+    def start(function: Callable[..., Any], ranks: int, url: str, args: tuple[Any, ...]) -> list[Any]:
+        return spawn(function, ranks, url, args=args, threads=True)
+
+    def run_main(program: ModuleType, *arguments: object) -> str:
+        monkeypatch.setattr(sys, "argv", [str(program.__file__), *map(str, arguments)])
+        status = program.main()
+        output = capsys.readouterr().out
+        assert status == 0, output
+        return output
+
+    monkeypatch.setattr(ruda_async, "spawn", start)
+    yield run_main
+    torch.set_num_threads(threads)
 
 
 async def run(limit: float, *arguments: object) -> str:
@@ -56,12 +88,16 @@ def visits(text: str) -> list[int]:
     return [int(word) for word in match[1].split()]
 
 
-@pytest.mark.timeout(170)  # three processes import torch
-async def test_digits_in_small_and_what_they_save(digits_moe: ModuleType, tmp_path: Path) -> None:
+def test_digits_in_small_and_what_they_save(
+    examples: Callable[[str], ModuleType],
+    digits_moe: ModuleType,
+    in_one_process: Callable[..., str],
+    tmp_path: Path,
+) -> None:
     datasets = pytest.importorskip("sklearn.datasets", reason="pip install scikit-learn")
     path = tmp_path / "digits.npz"
     arguments = ("--epochs", 2, "--ranks", 2, "--quick", "--save", path)
-    text = await run(160, sys.executable, DIGITS, *arguments)
+    text = in_one_process(examples(DIGITS.stem), *arguments)
     assert sum(visits(text)) == 2 * 359  # no token is dropped
     assert re.search(r"communication +\d+% of a step's [\d.]+ ms", text), text
     accuracy = re.search(r"held-out accuracy +([\d.]+)%", text)
@@ -118,9 +154,20 @@ def test_a_saved_model_is_whole_and_loads_in_parts(digits_moe: ModuleType, tmp_p
         digits_moe.load(tmp_path / "other.npz")
 
 
-@pytest.mark.timeout(170)
-async def test_the_transformer_in_small_equals_one_process() -> None:
-    text = await run(160, sys.executable, TRANSFORMER, "--steps", 3, "--check", "--url", "tcp://127.0.0.1:0")
+def test_the_transformer_in_small_equals_one_process(
+    examples: Callable[[str], ModuleType],
+    in_one_process: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    program = examples(TRANSFORMER.stem)
+    init, lock = program.Decoder.__init__, threading.Lock()
+
+    def alone(self: Any, *args: Any) -> None:
+        with lock:  # the threads share torch's random numbers
+            init(self, *args)
+
+    monkeypatch.setattr(program.Decoder, "__init__", alone)
+    text = in_one_process(program, "--steps", 3, "--check")
     match = re.search(r"against one process +(\S+) largest relative difference", text)
     assert match is not None, text
     assert float(match[1]) <= 1e-9

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import TransportUnavailableError
+from ..installing import how_to_install
 
 __all__ = ["Case", "Segment", "bus_factor", "numpy_dtype", "pattern"]
 
@@ -203,7 +204,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
         import ml_dtypes
     except ImportError:
         raise TransportUnavailableError(
-            "bfloat16 arrays need ml_dtypes; pip install 'ruda-async[bfloat16]'"
+            f"bfloat16 arrays need ml_dtypes; {how_to_install('bfloat16')}"
         ) from None
     found: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
     return found

@@ -12,12 +12,15 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import ConfigError, RudaError
+from ..installing import how_to_install
 from ..launch import spawn
+from ..transport.registry import get_plugin
+from ..url import split_url
 from .cases import numpy_dtype
 from .events import Inbox
 from .loops import LoopThread
 from .peers import find_mpiexec, why_missing
-from .plan import Group, Plan
+from .plan import Group, Plan, Subject
 from .progress import Progress
 from .results import Report, Row, this_machine
 from .worker import Job, rank_main
@@ -63,7 +66,7 @@ def run_plan(plan: Plan, progress: Progress | None = None) -> Report:
     for group in plan.groups():
         subjects, reasons = [], []
         for subject in group.subjects:
-            reason = _why_missing_mode(subject.mode) if subject.name == "ruda" else why_missing(subject.name)
+            reason = _why_missing_own(subject, group) if subject.name == "ruda" else why_missing(subject.name)
             if reason is None:
                 subjects.append(subject)
             else:
@@ -82,18 +85,37 @@ def run_plan(plan: Plan, progress: Progress | None = None) -> Report:
     return report
 
 
-def _why_missing_mode(mode: str) -> str | None:
-    if mode == "uvloop" and importlib.util.find_spec("uvloop") is None:
-        return "mode uvloop needs uvloop; pip install 'ruda-async[uvloop]'"
+def _why_missing_own(subject: Subject, group: Group) -> str | None:
+    if subject.mode == "uvloop" and importlib.util.find_spec("uvloop") is None:
+        return f"mode uvloop needs uvloop; {how_to_install('uvloop')}"
+    if _is_engines(subject) and _engine_command(subject, group.world) is None:
+        return f"{subject.transport}:// is for ranks that another engine starts, and none is here"
     return None
+
+
+def _is_engines(subject: Subject) -> bool:
+    """Whether an engine has to start the ranks."""
+    return subject.name == "ruda" and get_plugin(split_url(subject.url).scheme).rank_per == "engine"
+
+
+def _engine_command(subject: Subject, world: int) -> list[str] | None:
+    """What starts Python on all ranks of `subject`."""
+    plugin = get_plugin(split_url(subject.url).scheme)
+    command: list[str] | None = plugin.command(world) if hasattr(plugin, "command") else None
+    return command
 
 
 def _run_group(plan: Plan, group: Group, handle: Any) -> None:
     with Inbox(handle) as inbox, contextlib.ExitStack() as stack:
         job = Job(plan, group, inbox.address)
         if group.placement == "processes":
-            if any(subject.name == "mpi" for subject in group.subjects):
-                _run_mpi(job, inbox)
+            engines = next(filter(_is_engines, group.subjects), None)
+            if engines is not None:
+                _run_by(_engine_command(engines, group.world) or [], job, inbox)
+            elif any(subject.name == "mpi" for subject in group.subjects):
+                # mpi4py's runner aborts the job when a rank raises, where the others would wait for ever.
+                program = [str(find_mpiexec()), "-n", str(group.world), sys.executable, "-m", "mpi4py"]
+                _run_by(program, job, inbox)
             else:
                 spawn(rank_main, group.world, args=(job,))
             return
@@ -104,19 +126,15 @@ def _run_group(plan: Plan, group: Group, handle: Any) -> None:
         spawn(rank_main, group.world, args=(job,), threads=True)
 
 
-def _run_mpi(job: Job, inbox: Inbox) -> None:
+def _run_by(engine: list[str], job: Job, inbox: Inbox) -> None:
     """The group's ranks under mpiexec, which MPI's own need; this library's join from them.
 
     Raises:
         RudaError: a rank failed.
     """
-    program = find_mpiexec()
-    assert program is not None
     path = inbox.folder / "job.json"
     path.write_text(job.to_json(), encoding="utf-8")
-    # mpi4py's runner aborts the job when a rank raises, where the others would wait for ever.
-    command = [program, "-n", str(job.group.world), sys.executable]
-    command += ["-m", "mpi4py", "-m", "ruda_async.bench.worker", str(path)]
+    command = [*engine, "-m", "ruda_async.bench.worker", str(path)]
     # Open MPI otherwise refuses more ranks than cores.
     more = {
         "OMPI_MCA_rmaps_base_oversubscribe": "1",
@@ -127,7 +145,7 @@ def _run_mpi(job: Job, inbox: Inbox) -> None:
     )
     if done.returncode:
         said = (done.stderr + done.stdout).strip().splitlines()[-_TAIL:]
-        raise RudaError(f"mpiexec ended with code {done.returncode}:\n" + "\n".join(said))
+        raise RudaError(f"{engine[0]} ended with code {done.returncode}:\n" + "\n".join(said))
 
 
 @contextlib.contextmanager

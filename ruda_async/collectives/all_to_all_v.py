@@ -12,7 +12,7 @@ from struct import Struct
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ..errors import ProtocolError, TensorContractError
-from ..tensors import TensorSpec, adapter_for
+from ..tensors import TensorSpec, adapter_for, adapter_for_call
 from ..traits import VariableTensorExchange
 from . import hierarchical
 from .messages import (
@@ -316,6 +316,8 @@ class AllToAllV(Generic[T]):
         """
         name = self.operation
         self._adapter = adapter = adapter_for(self._value)
+        if adapter.on_devices:
+            self._adapter = adapter = adapter_for_call(adapter, self._value, settings.device_memory)
         dtype, shape = adapter.spec(self._value)
         if not shape:
             check_leading_axis(name, shape)

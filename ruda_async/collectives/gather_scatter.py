@@ -142,7 +142,7 @@ async def binomial_gather(link: Link, root: int, mine: memoryview, out: memoryvi
     elif span == 1:
         out = mine
     else:
-        out = scratch(span * nbytes)
+        out = scratch(span * nbytes, mine)
         await copy_all(link, out[:nbytes], mine)
     distance = 1
     while distance < size:
@@ -170,7 +170,7 @@ async def binomial_scatter(link: Link, root: int, source: memoryview, out: memor
     nbytes = len(out)
     place = (rank - root) % size
     span = min(place & -place, size - place) if place else size
-    rest = scratch((span - 1) * nbytes) if place else EMPTY  # shards to hand on, after this rank's own
+    rest = scratch((span - 1) * nbytes, out) if place else EMPTY  # shards to hand on, after this rank's own
     distance = 1 << (size - 1).bit_length() - 1 if size > 1 else 0
     while distance:
         to, sender = (rank + distance) % size, (rank - distance) % size

@@ -176,7 +176,7 @@ async def _forward(
     arriving: list[Awaitable[None]] = []
     for mate in layout.mates(rank):
         table = await _take_table(link, mate, len(served), unit, _ON)
-        data = scratch(sum(table))
+        data = scratch(sum(table), outgoing[rank])
         taken[mate] = split(data, table)
         if len(data):
             arriving.append(link.recv_into(mate, data, lane=_ON))

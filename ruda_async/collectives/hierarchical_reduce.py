@@ -151,13 +151,13 @@ class _Hierarchy:
         chunk = self.under_way[number] = _Chunk([(base + start, base + end) for start, end in parts])
         rank = self.link.rank
         for mate in self.mates:
-            room = {owner: scratch(_length(chunk.parts[owner])) for owner in self.served[rank]}
+            room = {owner: scratch(_length(chunk.parts[owner]), self.source) for owner in self.served[rank]}
             chunk.raws[mate] = room
             chunk.inputs += self._expect(mate, list(room.values()), _INPUTS)
             chunk.leaving += self._send(mate, [self._mine(chunk, o) for o in self.served[mate]], _INPUTS)
         for host, proxy in self.proxies.items():
             room_bytes = sum(self._piece_lengths(host, _length(chunk.parts[rank])))
-            chunk.pieces[host] = scratch(room_bytes)
+            chunk.pieces[host] = scratch(room_bytes, self.source)
             chunk.partials += self._expect(proxy, [chunk.pieces[host]], _PARTIALS)
 
     def _mine(self, chunk: _Chunk, owner: int) -> memoryview:
@@ -235,7 +235,7 @@ class _Hierarchy:
         assert not isinstance(node, int)
         low = await self._partial(node[0], given)
         high = await self._partial(node[1], given)
-        room = low.view if low.ours else high.view if high.ours else scratch(len(low.view))
+        room = low.view if low.ours else high.view if high.ours else scratch(len(low.view), low.view)
         await combine_all(self.link, self.reducer, room, low.view, high.view)
         return _Value(room, True, True)
 
@@ -245,7 +245,7 @@ class _Hierarchy:
         reducer = self.reducer
         if value.partial or not reducer.widens:
             return value
-        wide = scratch(len(value.view) // reducer.itemsize * reducer.partial_itemsize)
+        wide = scratch(len(value.view) // reducer.itemsize * reducer.partial_itemsize, value.view)
         await load_all(self.link, reducer, wide, value.view)
         return _Value(wide, True, True)
 

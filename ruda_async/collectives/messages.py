@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from ..errors import ProtocolError
+from ..tensors import device_memory
 from ..transport.base import DONE
 
 if TYPE_CHECKING:
@@ -60,12 +61,17 @@ Buffers: TypeAlias = Sequence[memoryview]
 # ---------------------------------------------------------------------- memory
 
 
-def scratch(nbytes: int) -> memoryview:
-    """Memory for `nbytes` bytes, aligned for every dtype, not initialised."""
-    return np.empty(nbytes, np.uint8).data
+def scratch(nbytes: int, like: memoryview | None = None) -> memoryview:
+    """Memory for `nbytes` bytes where `like` lies, else on the host; aligned for every dtype, not set."""
+    if like is None or type(like) is memoryview:
+        return np.empty(nbytes, np.uint8).data
+    return like.scratch(nbytes)  # see `tensors.device`
 
 
 def _span(view: memoryview) -> tuple[int, int]:
+    memory = device_memory(view)
+    if memory is not None:
+        return memory.span
     start: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
     return start, start + len(view)
 
@@ -82,14 +88,14 @@ async def separate(link: Link, source: memoryview, out: memoryview) -> memoryvie
     ours, theirs = _span(source), _span(out)
     if ours[1] <= theirs[0] or theirs[1] <= ours[0]:
         return source
-    copied = scratch(len(source))
+    copied = scratch(len(source), source)
     await copy_all(link, copied, source)
     return copied
 
 
 async def copy_all(link: Link, out: memoryview, source: memoryview) -> None:
     """Copy `source` to `out`, which is as long and does not overlap it, in blocks."""
-    if len(out) <= _WORK:
+    if len(out) <= _WORK or type(out) is not memoryview:  # a device copies without holding up the loop
         out[:] = source
         return
     for at in range(0, len(out), _WORK):

@@ -24,17 +24,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the user chose for a communicator and algorithms must respect.
+    """What was chosen for a communicator and algorithms must respect.
 
     Attributes:
         algorithm: the name of the preferred algorithm, or None for the selector's table.
         order: ``"exact"`` for the documented summation order, ``"any"`` to let algorithms choose.
         max_bytes: the byte budget of one message (`comm.bounded`), or None.
+        device_memory: tensors in device memory go down as they are; as `Node.device_memory` has it.
     """
 
     algorithm: str | None = None
     order: str = "exact"
     max_bytes: int | None = None
+    device_memory: bool = False
 
 
 class Link(Protocol):

@@ -70,16 +70,16 @@ async def _take_seat(
     """
     if reducer.widens:
         wide = len(source) // reducer.itemsize * reducer.partial_itemsize
-        mine = work = scratch(wide)
+        mine = work = scratch(wide, source)
         await load_all(link, reducer, mine, source)
     else:
         mine, work = source, out
     if seat.partner is not None:
-        raw = scratch(len(source))
+        raw = scratch(len(source), source)
         await _take(link, seat.partner, raw)
         theirs = raw
         if reducer.widens:
-            theirs = scratch(len(work))
+            theirs = scratch(len(work), source)
             await load_all(link, reducer, theirs, raw)
         await combine_all(link, reducer, work, mine, theirs)
         mine = work
@@ -97,7 +97,7 @@ async def recursive_doubling(link: Link, reducer: Reducer, source: memoryview, o
         await _stand_aside(link, seat, source, out)
         return
     mine, work = await _take_seat(link, reducer, source, out, seat)
-    theirs = scratch(len(work))
+    theirs = scratch(len(work), source)
     distance = 1
     while distance < seat.power:
         partner = seat.rank_of(seat.place ^ distance)
@@ -124,7 +124,7 @@ async def rabenseifner(link: Link, reducer: Reducer, source: memoryview, out: me
     mine, work = await _take_seat(link, reducer, source, out, seat)
     wide, itemsize = reducer.partial_itemsize, reducer.itemsize
     low, high = 0, len(source) // itemsize
-    theirs = scratch((high + 1) // 2 * wide)
+    theirs = scratch((high + 1) // 2 * wide, source)
     rounds: list[tuple[int, slice, slice]] = []
     distance = 1
     while distance < seat.power:
@@ -167,14 +167,14 @@ async def recursive_halving(link: Link, reducer: Reducer, source: memoryview, ou
     wide = len(out) // reducer.itemsize * reducer.partial_itemsize
     partials = source
     if reducer.widens:
-        partials = scratch(wide * link.size)
+        partials = scratch(wide * link.size, source)
         await load_all(link, reducer, partials, source)
     held = _sliced(partials, wide)
     bit = 0
     while len(held) > 1:
         side = link.rank >> bit & 1
         keep, give = held[side::2], held[1 - side :: 2]
-        arrived = _sliced(scratch(wide * len(keep)), wide)
+        arrived = _sliced(scratch(wide * len(keep), source), wide)
         partner = link.rank ^ (1 << bit)
         await swap(link, partner, give, partner, arrived)
         for number, (mine, theirs) in enumerate(zip(keep, arrived, strict=True)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from ..tensors import adapter_for
+from ..tensors import adapter_for, adapter_for_call, reducer_at
 from .barrier import dissemination
 from .messages import EMPTY, copy_all, cut, message_limit, scratch, separate
 from .movement import check_root
@@ -62,6 +62,8 @@ class Reduce(Generic[T]):
         """Check the input; see `Request.prepare`."""
         self._root = root = check_root(self.operation, self._root, size)
         self._adapter = adapter = adapter_for(self._value)
+        if adapter.on_devices:
+            self._adapter = adapter = adapter_for_call(adapter, self._value, settings.device_memory)
         spec = adapter.spec(self._value)
         self._plan = plan_of(
             "reduce",
@@ -88,14 +90,17 @@ class Reduce(Generic[T]):
             else:
                 source = await separate(link, source, target.buffer)
             out = target.buffer
+        reducer = plan.reducer
+        if link.settings.device_memory:
+            reducer = reducer_at(source, reducer)
         if link.size == 1:
             await copy_all(link, out, source)
         elif not plan.nbytes:
             await dissemination(link)
         elif native is not None:
-            await native.run(link, source, out, plan.reducer, owned=self._out is None)
+            await native.run(link, source, out, reducer, owned=self._out is None)
         else:
-            await _ALGORITHMS[plan.algorithm(link)](link, plan.reducer, source, out, self._root)
+            await _ALGORITHMS[plan.algorithm(link)](link, reducer, source, out, self._root)
         return None if target is None else target.finish()
 
 
@@ -124,7 +129,7 @@ async def reduce_scatter_gather(
         reducer,
         source,
         parts,
-        out[start:end] if at_root else scratch(end - start),
+        out[start:end] if at_root else scratch(end - start, source),
         receivers=(root,),
         collected=out if at_root else None,
         # A rank that owns something hears from everyone; one that owns nothing has to be told.
@@ -180,11 +185,11 @@ async def binomial(link: Link, reducer: Reducer, source: memoryview, out: memory
     children, parent = _tree(link.rank, link.size, root)
     limit = message_limit(link)
     if reducer.widens:
-        mine = scratch(len(source) // reducer.itemsize * reducer.partial_itemsize)
+        mine = scratch(len(source) // reducer.itemsize * reducer.partial_itemsize, source)
         await load_all(link, reducer, mine, source)
     else:
         mine = source
-    inputs = [scratch(len(mine)) for _ in children]
+    inputs = [scratch(len(mine), source) for _ in children]
     arriving = [
         [link.recv_into(child, *piece) for piece in cut([room], limit)]
         for (child, _), room in zip(children, inputs, strict=True)

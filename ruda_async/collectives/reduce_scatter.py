@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ..errors import TensorContractError
-from ..tensors import TensorSpec, adapter_for
+from ..tensors import TensorSpec, adapter_for, adapter_for_call, reducer_at
 from .barrier import dissemination
 from .messages import copy_all, message_limit, separate
 from .recursive import recursive_halving
@@ -64,6 +64,8 @@ class ReduceScatter(Generic[T]):
         if type(dim) is not int:
             raise TensorContractError(f"{self.operation}: dim is an axis number, not {dim!r}")
         self._adapter = adapter = adapter_for(value)
+        if adapter.on_devices:
+            self._adapter = adapter = adapter_for_call(adapter, value, settings.device_memory)
         spec = adapter.spec(value)
         self._plan = plan_of(
             "reduce_scatter", self.operation, self._operator, spec, size, self._order, settings, dim
@@ -94,14 +96,17 @@ class ReduceScatter(Generic[T]):
             target = link.allocate(adapter, self._value, plan.result.shape, plan.result.dtype)
         else:
             source = await separate(link, source, target.buffer)
+        reducer = plan.reducer
+        if link.settings.device_memory:
+            reducer = reducer_at(source, reducer)
         if link.size == 1:
             await copy_all(link, target.buffer, source)
         elif not plan.nbytes:
             await dissemination(link)
         elif native is not None:
-            await native.run(link, source, target.buffer, plan.reducer, owned=self._out is None)
+            await native.run(link, source, target.buffer, reducer, owned=self._out is None)
         else:
-            await _ALGORITHMS[plan.algorithm(link)](link, plan.reducer, source, target.buffer)
+            await _ALGORITHMS[plan.algorithm(link)](link, reducer, source, target.buffer)
         result = target.finish()
         if self._out is not None:
             return self._out

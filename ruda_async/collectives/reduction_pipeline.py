@@ -107,7 +107,9 @@ class _Pipeline:
         longest = max(end - start for start, end in parts)
         self.block = self._block(longest)
         self.steps = -(-longest // self.block)
-        self.slots = scratch(min(_WINDOW, self.steps) * len(self.peers) * self.block if len(own) else 0)
+        self.slots = scratch(
+            min(_WINDOW, self.steps) * len(self.peers) * self.block if len(own) else 0, source
+        )
         self.inputs_in: deque[list[Awaitable[None]]] = deque()
         self.inputs_out: deque[list[Awaitable[None]]] = deque()
         self.results_in: deque[list[Awaitable[None]]] = deque()

@@ -219,7 +219,7 @@ def _is_half(reducer: Reducer) -> bool:
 async def reduce_all(link: Link, reducer: Reducer, out: memoryview, raws: Sequence[memoryview]) -> None:
     """`Reducer.reduce` of whole inputs, block by block."""
     step = _step(reducer.itemsize, len(raws), _is_half(reducer))
-    if len(out) <= step:
+    if len(out) <= step or type(out) is not memoryview:  # a device computes while the loop goes on
         reducer.reduce(out, raws)
         return
     for at in range(0, len(out), step):
@@ -231,7 +231,7 @@ async def reduce_all(link: Link, reducer: Reducer, out: memoryview, raws: Sequen
 async def combine_all(link: Link, reducer: Reducer, out: memoryview, a: memoryview, b: memoryview) -> None:
     """`Reducer.combine` of partial results, block by block; `out` may be `a` or `b`."""
     step = _step(reducer.partial_itemsize, 2, _is_half(reducer) and not reducer.widens)
-    if len(out) <= step:
+    if len(out) <= step or type(out) is not memoryview:
         reducer.combine(out, a, b)
         return
     for at in range(0, len(out), step):
@@ -246,6 +246,8 @@ async def load_all(link: Link, reducer: Reducer, partial: memoryview, raw: memor
     wide, itemsize = reducer.partial_itemsize, reducer.itemsize
     count = len(raw) // itemsize
     step = _step(itemsize, 2, _is_half(reducer)) // itemsize
+    if count > step and type(raw) is not memoryview:
+        step = count
     for at in range(0, count, step):
         if at:
             await link.turn()
@@ -262,7 +264,10 @@ async def store_all(link: Link, reducer: Reducer, out: memoryview, partial: memo
     step = _step(itemsize, 2, _is_half(reducer)) // itemsize
     if not reducer.widens and reducer.operator != "mean":
         return
-    for at in range(0, len(out) // itemsize, step):
+    count = len(out) // itemsize
+    if count > step and type(out) is not memoryview:
+        step = count
+    for at in range(0, count, step):
         if at:
             await link.turn()
         end = at + step

@@ -46,9 +46,9 @@ async def ring_reduce_scatter(
     segments = max(-(-longest // segment), 1)
     total = (size - 1) * segments
     # A segment stays in its slot until it has left, which is one step after it came.
-    slots = scratch(min(segments + _WINDOW, total) * segment * wide)
+    slots = scratch(min(segments + _WINDOW, total) * segment * wide, source)
     depth = max(min(segments + _WINDOW, total), 1)
-    loaded = scratch(segment * wide) if reducer.widens else None
+    loaded = scratch(segment * wide, source) if reducer.widens else None
 
     def span(part: int, number: int) -> Part:
         start, end = parts[part % size]
@@ -67,7 +67,7 @@ async def ring_reduce_scatter(
     leaving: deque[Awaitable[None]] = deque()
     first = source[parts[left][0] : parts[left][1]]
     if reducer.widens:
-        raw, first = first, scratch(len(first) // itemsize * wide)
+        raw, first = first, scratch(len(first) // itemsize * wide, source)
         await load_all(link, reducer, first, raw)
     for number in range(segments):
         leaving.append(link.send(right, first[number * segment * wide : (number + 1) * segment * wide]))

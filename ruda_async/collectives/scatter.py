@@ -9,7 +9,7 @@ import msgpack
 import numpy as np
 
 from ..errors import ProtocolError, TensorContractError
-from ..tensors import TensorSpec, adapter_for, dtype_of
+from ..tensors import TensorSpec, adapter_for, adapter_for_call, dtype_of
 from ..transport.provider import NativeCall
 from .broadcast import broadcast_bytes
 from .gather_scatter import binomial_scatter, direct_scatter
@@ -82,6 +82,8 @@ class Scatter(Generic[T]):
                 )
             self._like = np.empty(0)
         self._adapter = adapter = adapter_for(self._like)
+        if adapter.on_devices:
+            self._adapter = adapter = adapter_for_call(adapter, self._like, settings.device_memory)
         if rank == root:
             if self._value is None:
                 raise TensorContractError(

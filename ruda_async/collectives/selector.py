@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import ConfigError
 from ..tensors import dtype_of
-from .costs import CANDIDATES, Candidate, case_of
+from .candidates import CANDIDATES, Candidate
+from .costs import case_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

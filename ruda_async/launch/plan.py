@@ -71,7 +71,8 @@ def prepare(
         url: without one, ``RUDA_URL`` where this process is not itself a rank, else the most preferred
             transport's example.
         world_size: the number of ranks.
-        rank_per: ``"process"`` where each rank is one, ``"task"`` where they share this process.
+        rank_per: ``"process"`` where each rank is one, ``"task"`` where they share this process, ``"engine"``
+            where another engine has started them.
         environ: instead of ``os.environ``.
 
     Raises:
@@ -110,7 +111,7 @@ def fresh_url(plugin: Plugin) -> str:
 
 
 def _check(plugin: Plugin, parts: UrlParts, world_size: int, rank_per: str) -> None:
-    if plugin.rank_per == "engine":
+    if plugin.rank_per == "engine" and rank_per != "engine":
         raise ConfigError(
             f"{parts.scheme}:// is for ranks that another engine starts, such as mpiexec; start the program "
             f"with that, or use {default_plugin('process').scheme}://"

@@ -67,7 +67,9 @@ def explain(records: Sequence[Record]) -> Explanation:
     for record in records:
         for rank, text in record.lost.items():
             deaths.setdefault(rank, text)
-    lines += [f"rank {rank} is lost: {text}" for rank, text in sorted(deaths.items())]
+    for rank, text in sorted(deaths.items()):
+        said = f"rank {rank} is lost"  # most texts say it themselves
+        lines.append(text if text.startswith(said) else f"{said}: {text}")
     lines += _mismatches(records)
     stuck = _stuck_calls(records)
     waits: dict[int, set[int]] = defaultdict(set)

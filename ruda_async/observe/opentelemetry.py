@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
+from ..installing import how_to_install
 
 try:
     from opentelemetry.trace import (
@@ -27,7 +28,7 @@ try:
     )
 except ImportError as error:  # pragma: no cover
     raise ConfigError(
-        "ruda_async.observe.opentelemetry needs opentelemetry-api: pip install 'ruda-async[opentelemetry]'"
+        f"ruda_async.observe.opentelemetry needs opentelemetry-api; {how_to_install('opentelemetry')}"
     ) from error
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
+from ..installing import how_to_install
 
 try:
     from prometheus_client import REGISTRY, CollectorRegistry
@@ -24,7 +25,7 @@ try:
     from prometheus_client.registry import Collector
 except ImportError as error:  # pragma: no cover
     raise ConfigError(
-        "ruda_async.observe.prometheus needs prometheus_client: pip install 'ruda-async[prometheus]'"
+        f"ruda_async.observe.prometheus needs prometheus_client; {how_to_install('prometheus')}"
     ) from error
 
 if TYPE_CHECKING:

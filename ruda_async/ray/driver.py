@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 from ..errors import CollectiveTimeoutError, ConfigError, PeerLostError, RudaError, TransportUnavailableError
+from ..installing import how_to_install
 from . import actors as inside
 from .failing import Attempt
 from .place import Place
@@ -126,7 +127,7 @@ def _connect(
         import ray  # noqa: F401
     except ImportError:
         raise TransportUnavailableError(
-            "ruda_async.ray needs Ray, which is not installed; pip install 'ruda-async[ray]'"
+            f"ruda_async.ray needs Ray, which is not installed; {how_to_install('ray')}"
         ) from None
     made = Group(group, tuple(actors))
     if not isinstance(group, str) or not group:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..errors import TransportUnavailableError
+from ..installing import how_to_install
 
 __all__ = ["register"]
 
@@ -16,7 +17,7 @@ def register() -> None:
     except ImportError:
         raise TransportUnavailableError(
             "the backend 'ruda' of ray.util.collective needs Ray, which is not installed; "
-            "pip install 'ruda-async[ray]'"
+            + how_to_install("ray")
         ) from None
     try:
         # The package first: importing it enters Ray's own backends.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from .adapter import Target, TensorAdapter, TensorSpec, adapter_for, register_adapter
 from .arithmetic import OPERATORS, Reducer, check_operator, order, reducer
 from .blank import Blank, blank
+from .device import DeviceMemory, adapter_for_call, as_view, device_memory, reducer_at
 from .dtypes import DType, dtype_of
 from .numpy_adapter import NumpyAdapter
 
@@ -16,16 +17,21 @@ __all__ = [
     "OPERATORS",
     "Blank",
     "DType",
+    "DeviceMemory",
     "Reducer",
     "Target",
     "TensorAdapter",
     "TensorSpec",
     "adapter_for",
+    "adapter_for_call",
+    "as_view",
     "blank",
     "check_operator",
+    "device_memory",
     "dtype_of",
     "order",
     "reducer",
+    "reducer_at",
     "register_adapter",
 ]
 

@@ -46,9 +46,15 @@ class TensorAdapter(Protocol[T]):
 
     Attributes:
         kind: the kind's name for error texts, such as ``"numpy"``.
+        on_devices: its tensors may lie in device memory, of which the host and its streams know nothing.
+            Such an adapter also has the method ``for_call(value, resident)``, asked when a call is made: the
+            adapter for that call alone, which keeps to the stream that is current now. Its buffers are
+            `DeviceMemory` if `resident`, and on the host otherwise (see `say_staged`). For a value that lies
+            on the host it is the adapter itself.
     """
 
     kind: str
+    on_devices: bool
 
     def accepts(self, value: object) -> bool:
         """Whether `value` is of this kind. The answer depends on its type alone and is cached by it.
@@ -105,10 +111,16 @@ class TensorAdapter(Protocol[T]):
 #: Adapters in the order they are asked; the last to be registered first.
 _adapters: list[TensorAdapter[Any]] = []
 _by_type: dict[type, TensorAdapter[Any]] = {}
+_torch_is_known = False
 
 
 def register_adapter(adapter: TensorAdapter[Any]) -> None:
-    """Teach the library one more kind of tensor; it goes before those that are registered already."""
+    """Teach the library one more kind of tensor; it goes before those that are registered already.
+
+    An adapter without the attribute `on_devices` is given it: False.
+    """
+    if not hasattr(adapter, "on_devices"):
+        adapter.on_devices = False
     _adapters.insert(0, adapter)
     _by_type.clear()
 
@@ -139,12 +151,20 @@ def _find(value: object) -> TensorAdapter[Any]:
 def _load_torch(value: object) -> None:
     """Register the torch adapter at the first tensor. Whoever holds one has imported torch already."""
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
-    if tensor is None or not isinstance(value, tensor):
+    if tensor is not None and isinstance(value, tensor):
+        load_torch()
+
+
+def load_torch() -> None:
+    """Register the torch adapter, if the program has imported torch."""
+    global _torch_is_known
+    if _torch_is_known or not hasattr(sys.modules.get("torch"), "Tensor"):
         return
     from .torch_adapter import ADAPTER
 
     if ADAPTER not in _adapters:
         _adapters.append(ADAPTER)
+    _torch_is_known = True
 
 
 def _type_name(value: object) -> str:

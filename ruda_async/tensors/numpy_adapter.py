@@ -44,6 +44,7 @@ class NumpyAdapter:
     """
 
     kind = "numpy"
+    on_devices = False
 
     def accepts(self, value: object) -> bool:
         if isinstance(value, np.ma.MaskedArray):

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from ..errors import TensorContractError
 from .adapter import Target, TensorSpec, check_out
+from .device import on_note_streams
 from .dtypes import DTYPES
 from .numpy_adapter import host_array
 
-__all__ = ["ADAPTER", "TorchAdapter"]
+__all__ = ["ADAPTER", "TorchAdapter", "check_writable", "host_bytes", "torch_dtype", "wrote"]
 
 Array = npt.NDArray[Any]
 
@@ -36,11 +37,21 @@ class TorchAdapter:
     """`torch.Tensor` and `torch.nn.Parameter`, strided, on the CPU or a CUDA device.
 
     Results are plain tensors that require no gradient. On the CPU they live in memory that numpy
-    allocated, which their storage cannot resize. CUDA tensors are staged through pinned host memory:
-    `read` waits for the device to have written the tensor, `finish` queues the copy on its stream.
+    allocated, which their storage cannot resize. For CUDA tensors each call has an adapter of its own.
     """
 
     kind = "torch"
+    # What torch was built with, not what there is: to ask the driver would spoil a later fork.
+    on_devices = torch.version.cuda is not None or torch.version.hip is not None
+
+    def for_call(self, value: Tensor, resident: bool) -> TorchAdapter:
+        """See `TensorAdapter.on_devices`."""
+        if value.is_cpu:
+            return self
+        self.spec(value)
+        from .torch_device import TorchResident, TorchStaged
+
+        return (TorchResident if resident else TorchStaged)(value.device)
 
     def accepts(self, value: object) -> bool:
         if type(value) is Tensor or type(value) is torch.nn.Parameter:
@@ -66,43 +77,29 @@ class TorchAdapter:
             pass  # negated lazily, or nothing that `spec` accepts
         self.spec(value)
         if plain.is_cuda:
-            plain = torch.empty(plain.shape, dtype=plain.dtype, pin_memory=True).copy_(plain)
-        return _bytes_of(_carried(plain.resolve_neg()).contiguous().numpy())
+            return self.for_call(value, False).read(value)
+        return host_bytes(plain.resolve_neg().contiguous())
 
     def allocate(self, like: Tensor, shape: tuple[int, ...], dtype: str) -> Target[Tensor]:
-        native = _dtype(dtype)
-        if like.is_cpu:
-            # numpy allocates and wraps a small array in half the time of torch.empty and Tensor.numpy.
-            array = host_array(shape, dtype)
-            tensor = torch.from_numpy(array)
-            if native in _CARRIERS:
-                tensor = tensor.view(native)
-            return Target(_bytes_of(array), lambda: tensor)
-        staging = torch.empty(shape, dtype=native, pin_memory=True)
-        device = like.device
-        return Target(_bytes_of(_carried(staging).numpy()), lambda: staging.to(device, non_blocking=True))
+        if like.is_cuda:
+            return self.for_call(like, False).allocate(like, shape, dtype)
+        native = torch_dtype(dtype)
+        # numpy allocates and wraps a small array in half the time of torch.empty and Tensor.numpy.
+        array = host_array(shape, dtype)
+        tensor = torch.from_numpy(array)
+        if native in _CARRIERS:
+            tensor = tensor.view(native)
+        return Target(_bytes_of(array), lambda: tensor)
 
     def into(self, out: Tensor, spec: TensorSpec) -> Target[Tensor]:
-        check_out(self, out, spec)
-        if out.requires_grad:
-            raise TensorContractError(
-                "out= requires a gradient, which writing in place would break; pass out.detach()"
-            )
-        if any(s == 0 and n > 1 for s, n in zip(out.stride(), out.shape, strict=True)) and out.numel():
-            raise TensorContractError(
-                "out= is an expanded tensor whose elements share memory; pass out.clone()"
-            )
-        if out.is_cpu and out.is_contiguous() and not out.is_neg():
-
-            def written() -> Tensor:
-                # Autograd must notice the write, as it would one by torch itself.
-                if not out.is_inference():
-                    torch.autograd.graph.increment_version(out)
-                return out
-
-            return Target(_bytes_of(_carried(out).numpy()), written)
-        staging = torch.empty(spec.shape, dtype=out.dtype, device="cpu", pin_memory=out.is_cuda)
-        return Target(_bytes_of(_carried(staging).numpy()), lambda: out.copy_(staging, non_blocking=True))
+        check_out(ADAPTER, out, spec)
+        if out.is_cuda:
+            return self.for_call(out, False).into(out, spec)
+        check_writable(out)
+        if out.is_contiguous() and not out.is_neg():
+            return Target(host_bytes(out), lambda: wrote(out))
+        staging = torch.empty(spec.shape, dtype=out.dtype)
+        return Target(host_bytes(staging), lambda: out.copy_(staging))
 
     def movedim(self, value: Tensor, source: int, destination: int) -> Tensor:
         try:
@@ -115,6 +112,42 @@ class TorchAdapter:
 
 #: The one instance.
 ADAPTER = TorchAdapter()
+
+
+def _note_streams() -> None:
+    from .torch_device import note_streams
+
+    note_streams()
+
+
+if TorchAdapter.on_devices:
+    on_note_streams(_note_streams)
+
+
+def check_writable(out: Tensor) -> None:
+    """Refuse an `out` that cannot be written in place.
+
+    Raises:
+        TensorContractError: it requires a gradient, or its elements share memory.
+    """
+    if out.requires_grad:
+        raise TensorContractError(
+            "out= requires a gradient, which writing in place would break; pass out.detach()"
+        )
+    if any(s == 0 and n > 1 for s, n in zip(out.stride(), out.shape, strict=True)) and out.numel():
+        raise TensorContractError("out= is an expanded tensor whose elements share memory; pass out.clone()")
+
+
+def wrote(out: Tensor) -> Tensor:
+    """`out`, of whose change autograd must learn as it would of one by torch itself."""
+    if not out.is_inference():
+        torch.autograd.graph.increment_version(out)
+    return out
+
+
+def host_bytes(value: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the host, without a copy."""
+    return _bytes_of(_carried(value).numpy())
 
 
 def _carried(value: Tensor) -> Tensor:
@@ -131,7 +164,12 @@ def _bytes_of(array: Array) -> memoryview:
         return array.reshape(-1).view(np.uint8).data
 
 
-def _dtype(name: str) -> torch.dtype:
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype called `name`.
+
+    Raises:
+        TensorContractError: this torch has none.
+    """
     try:
         return _DTYPES[name]
     except KeyError:

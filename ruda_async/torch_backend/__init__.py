@@ -49,7 +49,7 @@ def register() -> None:
 
 
 def _create(group: Any, options: Any) -> Any:
-    from .process_group import create
+    from .making import create
 
     return create(group, options)
 

@@ -13,6 +13,7 @@ from ..errors import (
     RudaError,
     TransportUnavailableError,
 )
+from ..installing import how_to_install
 from . import wire
 from .addresses import listen_for_ranks, reachable_address, resolve
 from .base import (
@@ -29,7 +30,8 @@ from .base import (
     never_stale,
     no_peer,
 )
-from .framed import ByteStream, FramedParameters, FramedTransport, Terms, blocking
+from .engine_provider import EngineContexts, EngineProvider, copy_in_turns, ended
+from .framed import ByteStream, FramedParameters, FramedTransport, Terms, blocking, patience
 from .handshake import address_text, prove, read_exactly
 from .job import Connection, Job, Meeting, Secret, StreamWrapper
 from .locality import host_identity, host_numbers
@@ -46,6 +48,7 @@ from .matching import (
 )
 from .mesh import MAX_STRANGERS, Endpoint, Mesh
 from .parameters import extract_parameters, merge_parameters, param
+from .programs import find_program
 from .provider import NativeCall, NativeGroup, NativeReducer, Provider
 from .regions import Regions
 from .registry import WrapperPlugin, composable_plugins, get_plugin
@@ -67,6 +70,8 @@ __all__ = [
     "Connection",
     "DeviceBuffer",
     "Endpoint",
+    "EngineContexts",
+    "EngineProvider",
     "Envelope",
     "FramedParameters",
     "FramedTransport",
@@ -98,18 +103,23 @@ __all__ = [
     "blocking",
     "composable_plugins",
     "copy",
+    "copy_in_turns",
+    "ended",
     "extract_parameters",
     "fail_future",
+    "find_program",
     "gather_bytes",
     "get_plugin",
     "host_identity",
     "host_numbers",
+    "how_to_install",
     "in_thread",
     "listen_for_ranks",
     "merge_parameters",
     "never_stale",
     "no_peer",
     "param",
+    "patience",
     "prove",
     "reachable_address",
     "read_exactly",

@@ -33,7 +33,16 @@ MAX_HEAD = 4096
 
 
 class DeviceBuffer(Protocol):
-    """Memory on an accelerator, as CUDA's array interface describes it."""
+    """Memory on an accelerator, as CUDA's array interface (version 3) describes it.
+
+    A transport reads it when the stream that the interface names has done all that is queued there, and
+    writes it when that stream has let go of it; without a name it is the stream that is current when the
+    message is posted. It may also have the attribute ``device_index``, the number of its device; else that is
+    the current one.
+
+    Attributes:
+        nbytes: its length.
+    """
 
     nbytes: int
 
@@ -230,6 +239,10 @@ class Plugin(Protocol):
     A plugin whose ranks another engine may have placed also has the method ``placed()``. It returns this
     process's rank and the number of ranks, which then need not be given; or None, where no engine has.
     Ranks that were placed also need no address to meet at.
+
+    A plugin with ``rank_per = "engine"`` may also have the method ``command(ranks)``: the command line that
+    starts so many ranks of Python on this host, to which the arguments of Python are appended; None where
+    that cannot be done here. The self-test and the benchmark start their ranks with it.
     """
 
     scheme: str

@@ -116,6 +116,9 @@ class Provider(Protocol):
             `NativeGroup.head`, before it writes a result; it raises `UnexpectedMessage` where a peer's
             differs. Otherwise the core lets the ranks agree first, in ``log2(size)`` rounds of messages.
             Operations of variable length, and scatter, are always agreed on by the core.
+
+    A provider may also have the attribute ``device_memory``, True where `run` takes `DeviceBuffer`s. Over a
+    transport that takes them itself, tensors stay in device memory only if all its providers say so.
     """
 
     name: str

@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol, cast
 from urllib.parse import urlsplit
 
 from ..errors import ConfigError, TransportUnavailableError
+from ..installing import how_to_install
 from .base import Plugin
 from .parameters import near
 
@@ -134,7 +135,7 @@ def get_plugin(scheme: str) -> Plugin:
         return cast("Plugin", plugin)
     outer, plus, inner = scheme.partition("+")
     if not plus or outer not in known:
-        listed = ", ".join(known) or "none; install ruda-async itself (pip install ruda-async)"
+        listed = ", ".join(known) or "none; install ruda-async itself (pip install . in its checkout)"
         where = f" in {scheme!r:.80}" if plus else ""
         raise ConfigError(
             f"unknown scheme {outer!r:.80}{where}{near(outer, known) or ';'} there are {listed}"
@@ -241,7 +242,7 @@ def _load(scheme: str, origin: str, entry: importlib.metadata.EntryPoint) -> Plu
 def _remedy(scheme: str, entry: importlib.metadata.EntryPoint, error: ImportError) -> str:
     """What to install: the extra named like the scheme where the distribution has one."""
     if entry.dist and scheme in (entry.dist.metadata.get_all("Provides-Extra") or ()):
-        return f"pip install '{entry.dist.name}[{scheme}]'"
+        return how_to_install(scheme, distribution=entry.dist.name)
     missing = (error.name or "").partition(".")[0]
     return f"install the package that provides {missing or 'it'}" + (
         f" (pip install {missing})" if missing else ""

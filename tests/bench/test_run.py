@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_plugins import FakePlugin
 
 from ruda_async import ConfigError
 from ruda_async.bench.driver import run_plan
@@ -18,7 +19,9 @@ from ruda_async.bench.plan import OPERATIONS, Plan
 from ruda_async.bench.progress import Progress, terminal_progress
 from ruda_async.bench.results import Report
 from ruda_async.cli import bench, main
+from ruda_async.installing import how_to_install
 from ruda_async.operations import AsyncOperations
+from ruda_async.transport.registry import register_plugin, unregister_plugin
 
 TINY: dict[str, Any] = {"sizes": (8, 4096), "rounds": 2, "block": 0.001, "timeout": 20.0}
 
@@ -88,6 +91,28 @@ def test_processes_beside_mpi() -> None:
     report = run_plan(Plan(peers=("mpi",), **TINY))
     assert_sound(report)
     assert {row.operation for row in report.rows if row.name == "mpi"} == set(OPERATIONS)
+
+
+@pytest.mark.skipif(why_missing("mpi") is not None, reason="mpi4py or mpiexec is not installed")
+def test_ranks_that_mpiexec_starts() -> None:
+    """Over `mpi://`, beside MPI itself and a transport that needs no engine."""
+    urls = ("mpi://bench", "tcp://127.0.0.1:0")
+    plan = Plan(operations=("all_reduce", "send"), urls=urls, modes=("async", "sync"), peers=("mpi",), **TINY)
+    report = run_plan(plan)
+    assert_sound(report)
+    assert subjects(report) == {"mpi async", "mpi sync", "tcp async", "tcp sync", "mpi"}
+
+
+def test_without_an_engine_its_transport_is_left_out() -> None:
+    plugin: Any = FakePlugin("engine", rank_per="engine", example="engine://example")
+    register_plugin(plugin)
+    try:
+        urls = ("engine://bench", "memory://bench")
+        report = run_plan(Plan(operations=("barrier",), urls=urls, modes=("async",), peers=(), **TINY))
+    finally:
+        unregister_plugin("engine")
+    assert subjects(report) == {"memory async"}
+    assert report.notes == ["left out: engine:// is for ranks that another engine starts, and none is here"]
 
 
 @pytest.fixture
@@ -162,12 +187,12 @@ def test_what_is_missing_is_said_and_skipped(monkeypatch: pytest.MonkeyPatch) ->
         return None if name in ("torch", "mpi4py", "uvloop") else found(name, package)
 
     monkeypatch.setattr(importlib.util, "find_spec", nothing)
-    assert "pip install torch" in str(why_missing("gloo"))
-    assert "pip install mpi4py mpich" in str(why_missing("mpi"))
+    assert how_to_install("torch") in str(why_missing("gloo"))
+    assert how_to_install("mpi", "mpich") in str(why_missing("mpi"))
     plan = Plan(operations=("barrier",), urls=("memory://b",), modes=("async", "uvloop"), peers=(), **TINY)
     report = run_plan(plan)
     assert subjects(report) == {"memory async"}
-    assert report.notes == ["left out: mode uvloop needs uvloop; pip install 'ruda-async[uvloop]'"]
+    assert report.notes == [f"left out: mode uvloop needs uvloop; {how_to_install('uvloop')}"]
     with pytest.raises(ConfigError, match="nothing is left"):
         run_plan(Plan(operations=("barrier",), urls=("memory://b",), modes=("uvloop",), peers=()))
 

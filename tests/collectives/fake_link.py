@@ -16,6 +16,7 @@ class FakeSettings:
     algorithm: str | None = None
     order: str = "exact"
     max_bytes: int | None = None
+    device_memory: bool = False
 
 
 @dataclass

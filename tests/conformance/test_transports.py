@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support import SCHEMES, fresh_url
 
-from ruda_async.transport.conformance import SCENARIOS, run_scenario
+from ruda_async.transport.conformance import SCENARIOS, run_scenario, run_scenarios
 
 #: `auto` is made of the others, so the other tests do not run over it too.
 ALL = (*SCHEMES, "auto")
@@ -19,10 +19,9 @@ def test_conformance(scheme: str, ranks: str, name: str) -> None:
     run_scenario(name, fresh_url(scheme), ranks=ranks)
 
 
-@pytest.mark.parametrize("name", BETWEEN_PROCESSES)
 @pytest.mark.parametrize("scheme", [scheme for scheme in ALL if scheme != "memory"])
-def test_conformance_between_processes(scheme: str, name: str) -> None:
-    run_scenario(name, fresh_url(scheme), ranks="processes")
+def test_conformance_between_processes(scheme: str) -> None:
+    run_scenarios(BETWEEN_PROCESSES, fresh_url(scheme), ranks="processes")
 
 
 def test_a_broken_transport_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support import fresh_url
 
-from ruda_async.transport.conformance import SCENARIOS, run_scenario
+from ruda_async.transport.conformance import SCENARIOS, run_scenario, run_scenarios
 
 pytest.importorskip("ucxx", reason="pip install 'ruda-async[ucx]'")
 
@@ -24,7 +24,6 @@ def test_in_threads(name: str) -> None:
     run_scenario(name, fresh_url("ucx"), ranks="threads")
 
 
-@pytest.mark.parametrize("name", BETWEEN_PROCESSES)
 @pytest.mark.parametrize("query", ["", "?progress=thread", "?tls=tcp"])
-def test_between_processes(query: str, name: str) -> None:
-    run_scenario(name, fresh_url("ucx") + query, ranks="processes")
+def test_between_processes(query: str) -> None:
+    run_scenarios(BETWEEN_PROCESSES, fresh_url("ucx") + query, ranks="processes")

@@ -149,12 +149,12 @@ def slurm(rank: int, size: int, nodes: str, count: int) -> dict[str, str]:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
-    ("nodes", "count"),
-    [("127.0.0.[1-2]", 2), ("localhost,127.0.0.[2,9]", 3), ("whatever[07-09]", 1)],
+    ("nodes", "count", "size"),
+    [("127.0.0.[1-2]", 2, 4), ("localhost,127.0.0.[2,9]", 3, 3), ("whatever[07-09]", 1, 2)],
     ids=["range", "list", "one-node"],
 )
-def test_slurm_steps(script: Callable[[str], str], nodes: str, count: int) -> None:
-    path, size = script(PROGRAM), 4
+def test_slurm_steps(script: Callable[[str], str], nodes: str, count: int, size: int) -> None:
+    path = script(PROGRAM)
     ranks = [
         subprocess.Popen(
             [sys.executable, path],

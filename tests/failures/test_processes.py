@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import time
 import tracemalloc
 
 import numpy as np
 import pytest
-from failure_support import rank_processes, words
+from failure_support import rank_processes
 from support import SCHEMES, fresh_url, outcome, run_ranks
 
 from ruda_async import AsyncCommunicator, CollectiveTimeoutError
@@ -20,7 +19,7 @@ BETWEEN_PROCESSES = [scheme for scheme in SCHEMES if scheme != "memory"]
 SCARCE = """
 import os, resource
 used = max(map(int, os.listdir("/proc/self/fd")))
-resource.setrlimit(resource.RLIMIT_NOFILE, (used + {more}, used + {more}))
+resource.setrlimit(resource.RLIMIT_NOFILE, (used + {more}, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 """
 
 
@@ -34,10 +33,12 @@ def test_killed_in_the_middle_of_a_sum(scheme: str, size: int) -> None:
     with rank_processes(fresh_url(scheme), 4, {"size": size}) as ranks:
         ranks[0].kill()
         for number in (1, 2, 3):
-            assert words(ranks[number])[:2] == ["lost", "0"]
+            assert ranks[number].words()[:2] == ["lost", "0"]
         for number in (1, 2, 3):
-            assert words(ranks[number])[:4] == ["shrunk", str(number - 1), "3", "3.0"]
-            assert ranks[number].wait(20) == 0
+            assert ranks[number].words() == ["shrunk", str(number - 1), "3", "3.0"]
+            assert ranks[number].words() == ["closed"]
+        if size == 10:  # and their processes end well
+            assert [rank.leave() for rank in ranks[1:]] == [0, 0, 0]
 
 
 def test_two_killed_at_once(scheme: str) -> None:
@@ -45,9 +46,9 @@ def test_two_killed_at_once(scheme: str) -> None:
         ranks[0].kill()
         ranks[3].kill()
         for number in (1, 2):
-            assert words(ranks[number])[0] == "lost"
+            assert ranks[number].words()[0] == "lost"
         for number in (1, 2):
-            word, rank, world, total, _ = words(ranks[number])
+            word, rank, world, total = ranks[number].words()
             # A survivor that shrank before it knew of the second may have to shrink again.
             assert (word, rank, world, total) == ("shrunk", str(number - 1), "2", "2.0")
 
@@ -55,24 +56,24 @@ def test_two_killed_at_once(scheme: str) -> None:
 def test_stopped_for_longer_than_the_heartbeat(scheme: str) -> None:
     with rank_processes(fresh_url(scheme), 3, {"heartbeat": 0.5}) as ranks:
         stopped = time.time()
-        ranks[1].send_signal(signal.SIGSTOP)
+        ranks[1].stop()
         for number in (0, 2):
-            word, lost, when = words(ranks[number])
+            word, lost, when = ranks[number].words()
             assert (word, lost) == ("lost", "1")
             assert float(when) - stopped > 0.4
-            assert words(ranks[number])[:4] == ["shrunk", str(number // 2), "2", "2.0"]
-        ranks[1].send_signal(signal.SIGCONT)  # it learns, in whatever way, that it is out
-        assert words(ranks[1])[0] in ("lost", "failed")
+            assert ranks[number].words() == ["shrunk", str(number // 2), "2", "2.0"]
+        ranks[1].resume()  # it learns, in whatever way, that it is out
+        assert ranks[1].words()[0] in ("lost", "failed")
 
 
 def test_stopped_for_less_goes_on(scheme: str) -> None:
     with rank_processes(fresh_url(scheme), 3, {"heartbeat": 20}) as ranks:
-        ranks[1].send_signal(signal.SIGSTOP)
+        ranks[1].stop()
         time.sleep(0.5)  # the time that it stands still is what is tested
-        ranks[1].send_signal(signal.SIGCONT)
+        ranks[1].resume()
         ranks[2].kill()
         for number in (0, 1):
-            assert words(ranks[number])[:2] == ["lost", "2"]
+            assert ranks[number].words()[:2] == ["lost", "2"]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -84,19 +85,19 @@ async def test_a_slow_reader_holds_the_sender_and_not_memory(scheme: str) -> Non
         await gate.barrier()
         if comm.rank == 0:
             before = tracemalloc.get_traced_memory()[0]
-            sends = [asyncio.ensure_future(comm.send(value, 1)) for _ in range(2000)]
+            sends = [asyncio.ensure_future(comm.send(value, 1)) for _ in range(400)]
             await asyncio.sleep(0)
-            assert tracemalloc.get_traced_memory()[0] - before < 16 << 20
+            assert tracemalloc.get_traced_memory()[0] - before < 4 << 20
             assert not all(send.done() for send in sends)
             await gate.barrier()
             await asyncio.gather(*sends)
         else:
             await gate.barrier()
-            for _ in range(2000):
+            for _ in range(400):
                 assert (await comm.recv(0))[-1] == 7999
         await gate.barrier()
 
-    value = np.arange(8000, dtype=np.int32)  # 32 kB each, 64 MB in all
+    value = np.arange(8000, dtype=np.int32)  # 32 kB each, 12.8 MB in all
     tracemalloc.start()
     try:
         await run_ranks(2, body, url=f"{fresh_url(scheme)}?early_bytes=64k", limit=50, timeout=40)
@@ -111,10 +112,10 @@ async def test_a_slow_reader_holds_the_sender_and_not_memory(scheme: str) -> Non
 @pytest.mark.parametrize("culprit", [0, 2])
 def test_no_descriptors_left_while_connecting(scheme: str, culprit: int, more: int) -> None:
     """The rank names its trouble, or, where it can still wait for better times, what it waited for."""
-    options = [{"timeout": 3.0} for _ in range(3)]
+    options = [{"timeout": 1.0} for _ in range(3)]
     options[culprit]["before"] = SCARCE.format(more=more)  # type: ignore[assignment]
     with rank_processes(fresh_url(scheme), 3, options, ready=False) as ranks:
-        said = [words(rank) for rank in ranks]
+        said = [rank.words() for rank in ranks]
     if more == 4 and said[culprit][0] == "ready":
         assert [one[0] for one in said] == ["ready"] * 3
         return
@@ -133,8 +134,8 @@ def test_no_descriptors_left_later_is_no_trouble(scheme: str) -> None:
     with rank_processes(fresh_url(scheme), 3, {"inside": inside}) as ranks:
         ranks[2].kill()
         for number in (0, 1):
-            assert words(ranks[number])[:2] == ["lost", "2"]
-            assert words(ranks[number])[:4] == ["shrunk", str(number), "2", "2.0"]
+            assert ranks[number].words()[:2] == ["lost", "2"]
+            assert ranks[number].words() == ["shrunk", str(number), "2", "2.0"]
 
 
 # ---------------------------------------------------------------------- memory
@@ -144,14 +145,14 @@ def test_no_descriptors_left_later_is_no_trouble(scheme: str) -> None:
 @pytest.mark.parametrize("culprit", [0, 1, 2])
 def test_no_room_for_the_rings(culprit: int) -> None:
     """The limit on file sizes holds for memory files too: the nearest that a test has to full memory."""
-    options = [{"timeout": 3.0} for _ in range(3)]
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))"
+    options = [{"timeout": 1.0} for _ in range(3)]
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, -1))"
     options[culprit]["before"] = limit  # type: ignore[assignment]
     with rank_processes(fresh_url("shm"), 3, options, ready=False) as ranks:
         if culprit == 0:  # which makes no memory: the higher rank of a pair does
-            assert [words(rank)[:1] for rank in ranks] == [["ready"]] * 3
+            assert [rank.words()[:1] for rank in ranks] == [["ready"]] * 3
             return
-        said = [words(rank) for rank in ranks]
+        said = [rank.words() for rank in ranks]
     word, kind, *text = said[culprit]
     assert (word, kind) == ("refused", "ConfigError")
     assert "2097664 bytes of shared memory" in " ".join(text)

@@ -28,13 +28,13 @@ async def main(case: str, rank: int, astray: int) -> None:
                 await comm.channel("other").broadcast(x, rank, timeout=60)
             elif case == "circle":
                 first, second = ("a", "b") if rank % 2 else ("b", "a")
-                await comm.channel(first).all_reduce_sum(x, timeout=3)
-                await comm.channel(second).all_reduce_sum(x, timeout=3)
+                await comm.channel(first).all_reduce_sum(x, timeout=1)
+                await comm.channel(second).all_reduce_sum(x, timeout=1)
             elif case == "signal":
                 print("ready", flush=True)
                 await comm.barrier(timeout=60) if rank != astray else await comm.recv((astray + 1) % 4)
             else:
-                await batch.all_reduce_sum(x, timeout=3)
+                await batch.all_reduce_sum(x, timeout=1)
         except RudaError as error:
             print(type(error).__name__, flush=True)
         # Leave together: a closing rank would be one more thing to explain.

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from failure_support import rank_processes, words
+from failure_support import rank_processes
 from mesh_support import run_each
 from support import free_port, fresh_url, outcome, run_ranks
 
@@ -28,7 +28,7 @@ from ruda_async import (
     ProtocolError,
 )
 from ruda_async.config import resolve
-from ruda_async.transport.conformance import SCENARIOS, run_scenario
+from ruda_async.transport.conformance import SCENARIOS, run_scenario, run_scenarios
 
 trustme = pytest.importorskip("trustme", reason="pip install trustme")
 
@@ -102,9 +102,9 @@ def test_conformance(certs: Certificates, name: str, ranks: str) -> None:
     run_scenario(name, tls_url(certs), ranks=ranks)
 
 
-@pytest.mark.parametrize("name", ["sizes", "goodbye", "aborted_peer", "flood_of_early_messages"])
-def test_conformance_between_processes(certs: Certificates, name: str) -> None:
-    run_scenario(name, tls_url(certs), ranks="processes")
+def test_conformance_between_processes(certs: Certificates) -> None:
+    names = ["sizes", "goodbye", "aborted_peer", "flood_of_early_messages"]
+    run_scenarios(names, tls_url(certs), ranks="processes")
 
 
 @pytest.mark.parametrize("name", ["sizes", "order_within_a_tag", "everyone_to_everyone"])
@@ -166,8 +166,8 @@ def test_a_killed_rank_is_noticed(certs: Certificates) -> None:
     with rank_processes(tls_url(certs), 4) as ranks:
         ranks[1].kill()
         for number in (0, 2, 3):
-            assert words(ranks[number])[:2] == ["lost", "1"]
-            assert words(ranks[number])[:1] == ["shrunk"]
+            assert ranks[number].words()[:2] == ["lost", "1"]
+            assert ranks[number].words()[:1] == ["shrunk"]
 
 
 async def test_damaged_records_are_a_lost_peer(certs: Certificates) -> None:
@@ -233,7 +233,7 @@ def test_texts_show_paths_and_nothing_of_the_files(certs: Certificates) -> None:
 # ---------------------------------------------------------------------- no trust
 
 
-async def ends(options: list[dict[str, Any]], urls: list[str], timeout: float = 2.0) -> list[Any]:
+async def ends(options: list[dict[str, Any]], urls: list[str], timeout: float = 1.0) -> list[Any]:
     """How each rank's set-up ends: its error, and when; in rank order."""
 
     async def one(rank: int) -> Any:
@@ -291,7 +291,7 @@ async def test_no_certificate_at_all(certs: Certificates) -> None:
     url = tls_url()
     port = int(url.split(":")[2].split("/")[0])
     task = asyncio.ensure_future(
-        outcome(ruda_async.connect(url, rank=0, world_size=2, timeout=2, **certs.options()))
+        outcome(ruda_async.connect(url, rank=0, world_size=2, timeout=1, **certs.options()))
     )
     context = ssl.create_default_context(cafile=certs.ca)
     while True:
@@ -331,7 +331,7 @@ async def test_a_tls_rank_at_a_plain_port(certs: Certificates) -> None:
 
 async def test_the_secret_is_asked_for_inside_tls_too(certs: Certificates) -> None:
     options = [certs.options(secret="one"), certs.options(secret="two")]
-    (late, _), (error, _) = await ends(options, [tls_url()] * 2, timeout=1)
+    (late, _), (error, _) = await ends(options, [tls_url()] * 2)
     assert type(error) is AuthenticationError
     assert "RUDA_SECRET" in str(error)
     assert type(late) is CollectiveTimeoutError

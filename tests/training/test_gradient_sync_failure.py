@@ -187,8 +187,15 @@ DYING = textwrap.dedent(
 )
 
 
+PROCESS_SCHEMES = [scheme for scheme in SCHEMES if scheme != "memory"]
+
+
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "memory"])
+@pytest.mark.parametrize(
+    "scheme",
+    # The first one alone where time is short: how a death is noticed is tested without torch.
+    [pytest.param(s, marks=[pytest.mark.long] if number else []) for number, s in enumerate(PROCESS_SCHEMES)],
+)
 async def test_a_process_that_dies_in_backward(scheme: str) -> None:
     url = fresh_url(scheme)
     processes = [

@@ -15,12 +15,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import fresh_url, run_ranks
 from ucx_support import run_transports
 
+from ruda_async import AsyncCommunicator
 from ruda_async.transport import Receive, Transport
 
 ruda_ucx = pytest.importorskip("ruda_ucx")
+torch = pytest.importorskip("torch", reason="pip install 'ruda-async[torch]'")
 from ruda_ucx import inbound, memory  # noqa: E402
+from torch_calls import CALLS, same, values  # noqa: E402
+
+from ruda_async.tensors.torch_adapter import TorchAdapter  # noqa: E402
+from ruda_async.tensors.torch_device import TorchResident  # noqa: E402
 
 
 class FakeBuffer:
@@ -58,7 +65,8 @@ class FakeAccelerator:
     def room(self, nbytes: int) -> memoryview:
         return memoryview(bytearray(nbytes))
 
-    def read(self, buffer: Any) -> memoryview:
+    def read(self, buffer: Any, *, settled: bool = False) -> memoryview:
+        assert settled is self.native
         self.reads += 1
         return memoryview(host_view(buffer).copy())
 
@@ -315,16 +323,68 @@ def test_fences_wait_for_the_current_stream_of_each_device(monkeypatch: pytest.M
         def query(self) -> bool:
             return self.over
 
-    torch = SimpleNamespace(
-        as_tensor=lambda buffer, device: SimpleNamespace(device=f"cuda:{buffer.nbytes % 2}"),
-        cuda=SimpleNamespace(Event=Event, current_stream=lambda device: f"stream of {device}"),
+    cuda = SimpleNamespace(
+        device=lambda kind, index: f"{kind}:{index}",
+        cuda=SimpleNamespace(
+            Event=Event,
+            current_device=lambda: 0,
+            current_stream=lambda device: f"current stream of {device}",
+            default_stream=lambda device: f"default stream of {device}",
+            ExternalStream=lambda handle, device: f"stream {handle} of {device}",
+        ),
     )
-    fence = memory.TorchAccelerator(torch, True).fence(
-        [FakeBuffer(room(2)), FakeBuffer(room(4)), FakeBuffer(room(3)), memoryview(room(3))]
+
+    def buffer(index: int | None = None, **interface: Any) -> FakeBuffer:
+        made: Any = FakeBuffer(room(4))
+        made.__cuda_array_interface__ |= interface
+        if index is not None:
+            made.device_index = index
+        return made
+
+    fence = memory.TorchAccelerator(cuda, True).fence(
+        [
+            buffer(),
+            buffer(1, stream=None),
+            buffer(1, stream=1),
+            memory.piece(buffer(2, stream=0xBEE0), 1, 3),
+            memory.piece(buffer(2, stream=0xBEE0), 0, 1),
+            memory.piece(buffer(3), 0, 0),
+            memoryview(room(3)),
+        ]
     )
-    assert {event.stream for event in events} == {"stream of cuda:0", "stream of cuda:1"}
-    assert not fence()
-    events[0].over = True
-    assert not fence()
-    events[1].over = True
+    assert [event.stream for event in events] == [
+        "current stream of cuda:0",
+        "current stream of cuda:1",
+        "default stream of cuda:1",
+        "stream 48864 of cuda:2",
+    ]
+    for event in events:
+        assert not fence()
+        event.over = True
     assert fence()
+
+
+@pytest.mark.parametrize("rows", [3, 30_000])
+@pytest.mark.parametrize("name", sorted(CALLS))
+async def test_tensors_go_down_as_device_memory(
+    accelerator: Callable[[bool], FakeAccelerator], monkeypatch: pytest.MonkeyPatch, name: str, rows: int
+) -> None:
+    """torch's CPU is the device here: its memory goes to UCX as device memory, none by way of the host."""
+
+    async def body(comm: AsyncCommunicator) -> Any:
+        return await CALLS[name](comm, values(comm.rank, rows, torch.bfloat16))
+
+    expected = await run_ranks(3, body)
+    fake = accelerator(True)
+    monkeypatch.setattr(TorchAdapter, "on_devices", True)
+    monkeypatch.setattr(TorchAdapter, "for_call", lambda self, value, resident: TorchResident(value.device))
+
+    def staged(*_: Any) -> None:
+        raise AssertionError("memory of the host was asked for")
+
+    monkeypatch.setattr(TorchAdapter, "read", staged)
+    monkeypatch.setattr(TorchAdapter, "allocate", staged)
+    found = await run_ranks(3, body, url=fresh_url("ucx"))
+    assert fake.fences
+    for ours, theirs in zip(found, expected, strict=True):
+        same(ours, theirs)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import signal
 import threading
 import time
 import tracemalloc
@@ -13,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from failure_support import rank_processes
 from support import fresh_url, outcome, run_ranks
-from test_tcp import rank_processes, read_words
 from ucx_support import run_transports
 
 from ruda_async import (
@@ -98,20 +97,22 @@ async def test_a_single_rank_needs_no_ucx() -> None:
 
 @pytest.mark.parametrize("query", ["", "?progress=thread", "?tls=tcp"])
 def test_killed_rank_is_noticed_at_once(query: str) -> None:
-    with rank_processes("ucx", 4, repr({"progress": "thread"} if "thread" in query else {})) as ranks:
+    options = {"progress": "thread"} if "thread" in query else {}
+    with rank_processes(fresh_url("ucx"), 4, options, keep=False) as ranks:
         ranks[2].kill()
         for number in (0, 1, 3):
-            assert read_words(ranks[number])[:2] == ["lost", "2"]
+            assert ranks[number].words()[:2] == ["lost", "2"]
         for number, rank in ((0, 0), (1, 1), (3, 2)):
-            assert read_words(ranks[number]) == ["shrunk", str(rank), "3", "3.0"]
-            assert ranks[number].wait(20) == 0
+            assert ranks[number].words() == ["shrunk", str(rank), "3", "3.0"]
+            assert ranks[number].words() == ["closed"]
+            assert ranks[number].leave() == 0
 
 
 def test_stopped_rank_is_noticed_by_its_silence() -> None:
-    with rank_processes("ucx", 3, "{'heartbeat': 2}") as ranks:
-        ranks[1].send_signal(signal.SIGSTOP)
+    with rank_processes(fresh_url("ucx"), 3, {"heartbeat": 2}, keep=False) as ranks:
+        ranks[1].stop()
         for number in (0, 2):
-            assert read_words(ranks[number])[:2] == ["lost", "1"]
+            assert ranks[number].words()[:2] == ["lost", "1"]
 
 
 async def test_garbage_is_a_lost_peer() -> None:

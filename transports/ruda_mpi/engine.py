@@ -11,11 +11,12 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ruda_async.transport import TransportUnavailableError
+from ruda_async.transport import TransportUnavailableError, how_to_install
 
 __all__ = ["alive", "as_os_error", "keep", "keep_requests", "purge", "unavailable", "world"]
 
-_INSTALL = "pip install 'ruda-async[mpi]' and an MPI library (pip install mpich has one)"
+#: The MPI library too: a machine without a cluster's own has none.
+_INSTALL = f"{how_to_install('mpi', 'mpich')} (or mpi4py alone, beside an MPI library that is here)"
 
 
 def unavailable() -> str | None:

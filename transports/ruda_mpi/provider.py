@@ -1,38 +1,23 @@
 """MPI's own collectives, as a provider.
 
-MPI matches collectives by order on a communicator, so each channel that uses them has one of its own. MPI
-cannot take back a collective that has begun. A call that is given up therefore waits a moment for
-MPI, which mostly ends it, and else leaves its memory and its communicator to MPI: the channel's next epoch
-has another one.
+MPI matches collectives by order on a communicator, so each epoch of a channel that uses them has one.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from ruda_async.transport import (
-    Buffer,
-    NativeCall,
-    NativeGroup,
-    NativeReducer,
-    RudaError,
-    copy,
-)
+from ruda_async.transport import EngineProvider, NativeCall, NativeGroup, RudaError, ended
 
 from .communicators import Communicators
 from .engine import keep_requests
 from .pump import Pump
 
 __all__ = ["MpiProvider"]
-
-#: Seconds that a call which ends early waits for MPI to be done with its memory.
-_GRACE = 0.1
-#: Bytes copied or divided between two turns of the loop.
-_SLICE = 512 * 1024
 
 _TYPES = {
     "int8": MPI.INT8_T,
@@ -58,16 +43,8 @@ _OPERATORS = {
 }
 
 
-class _Running(NamedTuple):
-    """A call in MPI's hands."""
-
-    request: Any
-    memory: tuple[Any, ...]
-    done: asyncio.Future[None]
-
-
-class MpiProvider:
-    """See `ruda_async.transport.Provider`.
+class MpiProvider(EngineProvider[Any]):
+    """See `ruda_async.transport.EngineProvider`.
 
     Args:
         communicator: of all ranks of the job.
@@ -76,104 +53,52 @@ class MpiProvider:
     """
 
     name = "mpi"
-    exact = False
-    agrees = False
+    label = "MPI"
+    virtue = "many bytes: MPI's own algorithm moves them without a copy on the way"
+    failures = (MPI.Exception,)
 
     def __init__(self, communicator: Any, pump: Pump, least: int) -> None:
         self._pump = pump
-        self._least = least
         self._communicators = Communicators(communicator, pump)
-        self._stops: dict[tuple[int, int], asyncio.Future[None]] = {}
+        super().__init__(self._communicators, least)
 
-    # ------------------------------------------------------------------ choice
-
-    def objection(self, call: NativeCall, members: tuple[int, ...]) -> str | None:
-        """See `Provider.objection`."""
-        if call.operation == "barrier":
-            return "the agreement before it is a barrier already"
-        if call.operator is None:
-            return None
-        if call.dtype not in _TYPES:
+    def lacks(self, call: NativeCall) -> str | None:
+        """See `EngineProvider.lacks`."""
+        if call.operator is not None and call.dtype not in _TYPES:
             return f"MPI does not compute with {call.dtype} as documented"
-        if call.operator in ("max", "min") and call.dtype.startswith("float"):
-            return f"MPI's {call.operator} does not promise to keep NaN"
         return None
 
-    def reason(self, call: NativeCall, members: tuple[int, ...]) -> str | None:
-        """See `Provider.reason`."""
-        if call.operation.endswith("_v") or call.operation == "scatter" or call.nbytes < self._least:
-            return None
-        return "many bytes: MPI's own algorithm moves them without a copy on the way"
+    async def prepare(
+        self, group: NativeGroup, call: NativeCall, source: memoryview, out: memoryview
+    ) -> memoryview:
+        """See `EngineProvider.prepare`."""
+        if call.operation == "broadcast" and group.rank == call.root:
+            return source  # which MPI sends, and writes nothing
+        return out if group.owned else np.empty(len(out), np.uint8).data
 
-    # ------------------------------------------------------------------ running
-
-    async def run(
+    async def execute(
         self,
+        context: Any,
         group: NativeGroup,
         call: NativeCall,
-        source: Buffer,
-        out: Buffer,
-        reducer: NativeReducer | None,
+        source: memoryview,
+        work: memoryview,
+        stop: asyncio.Future[None],
     ) -> None:
-        """See `Provider.run`."""
-        taken, result = memoryview(source), memoryview(out)  # type: ignore[arg-type]
-        stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._stops[group.channel, group.sequence] = stop
-        # MPI may write to it after the call was given up, so it must not be the caller's.
-        work = result if group.owned else np.empty(len(result), np.uint8).data
-        try:
-            making = self._communicators.get(group)
-            await asyncio.wait((making, stop), return_when=asyncio.FIRST_COMPLETED)
-            if stop.done():
-                stop.result()
-            request, memory = _start(making.result(), group, call, taken, work)
-            done = self._pump.finished(request, native=True)
-            await self._wait(_Running(request, memory, done), stop)
-        except MPI.Exception as error:
-            raise RudaError(f"MPI failed in {call.operation}: {error}") from None
-        finally:
-            del self._stops[group.channel, group.sequence]
-        if call.operation == "broadcast" and group.rank == call.root:
-            work = taken
-        if work is not result and not (group.in_place and call.operation == "broadcast"):
-            await _copy(result, work)
-        if reducer is not None and call.operator == "mean" and len(result):
-            await _divide(reducer, result)
+        """See `EngineProvider.execute`."""
+        request, memory = _start(context, group, call, source, work)
+        done = self._pump.finished(request, native=True)
 
-    async def _wait(self, running: _Running, stop: asyncio.Future[None]) -> None:
-        try:
-            await asyncio.wait((running.done, stop), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if not running.done.done():
-                await self._give_up(running)
-        if stop.done():
-            stop.result()
-        running.done.result()
+        def leave() -> None:
+            done.cancel()
+            keep_requests([(request, memory)])
 
-    async def _give_up(self, running: _Running) -> None:
-        """Let MPI finish, for a moment; then leave the call's memory to it."""
-        try:
-            await asyncio.wait((running.done,), timeout=_GRACE)
-        finally:
-            running.done.cancel()
-            if running.done.cancelled():
-                keep_requests([(running.request, running.memory)])
+        await ended(done, stop, leave)
 
     def fail(self, group: NativeGroup, error: BaseException) -> None:
         """See `Provider.fail`."""
         self._communicators.spoil(group)
-        stop = self._stops.get((group.channel, group.sequence))
-        if stop is not None and not stop.done():
-            stop.set_exception(RudaError(str(error)))
-            stop.exception()
-
-    def forget(self, channel: int) -> None:
-        """See `Provider.forget`."""
-        self._communicators.forget(channel)
-
-    def close(self) -> None:
-        """The transport is over."""
-        self._communicators.close()
+        super().fail(group, error)
 
 
 def _start(
@@ -213,17 +138,3 @@ def _start(
         case _:
             raise RudaError(f"the MPI provider has no {call.operation}; report this")
     return request, (source, out, ours, theirs)
-
-
-async def _copy(out: memoryview, source: memoryview) -> None:
-    for at in range(0, len(out), _SLICE):
-        if at:
-            await asyncio.sleep(0)
-        copy(out[at : at + _SLICE], source[at : at + _SLICE])
-
-
-async def _divide(reducer: NativeReducer, out: memoryview) -> None:
-    for at in range(0, len(out), _SLICE):
-        if at:
-            await asyncio.sleep(0)
-        reducer.finish_inplace(out[at : at + _SLICE])

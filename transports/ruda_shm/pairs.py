@@ -26,11 +26,12 @@ from ruda_async.transport import (
     PeerLostError,
     ProtocolError,
     Terms,
+    patience,
 )
 
 from .regions import SharedRegions
 from .ring import HEADER_BYTES, Ring
-from .stream import RingStream
+from .stream import RingStream, Spin
 
 if TYPE_CHECKING:
     from . import ShmParameters
@@ -93,7 +94,7 @@ async def open_pairs(
     meeting_place = f"\0ruda-async/{os.getuid()}/{name}"
     if job.world_size == 1:
         await job.meet(b"", meeting_place)
-        return {}, {}, SharedRegions({}, {}, 0)
+        return {}, {}, SharedRegions({}, {})
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         address = f"\0ruda-async/{os.getuid()}/{secrets.token_hex(16)}"
         listener.bind(address)
@@ -122,7 +123,7 @@ async def open_pairs(
             sock.close()
         raise
     terms = {rank: peer.terms for rank, peer in peers.items()}
-    return streams, terms, SharedRegions(streams, for_regions, spin)
+    return streams, terms, SharedRegions(streams, for_regions)
 
 
 def _check(job: Job, parameters: ShmParameters) -> None:
@@ -149,11 +150,12 @@ def _usual_ring_bytes(ranks: int) -> int:
     return next(capacity for most, capacity in _CAPACITIES if ranks <= most)
 
 
-def _spin(ranks: int, parameters: ShmParameters) -> float:
+def _spin(ranks: int, parameters: ShmParameters) -> Spin:
     if parameters.spin >= 0:
-        return parameters.spin
-    # Spinning on a core that the peer needs makes both late.
-    return 20e-6 if ranks <= len(os.sched_getaffinity(0)) else 0.0
+        return Spin(parameters.spin, parameters.spin)
+    # An event loop has other work; a thread that may block has none, and its peer's answer to a small
+    # message is there before it would be asleep.
+    return Spin(patience(20e-6, ranks), patience(100e-6, ranks))
 
 
 async def _give(job: Job, sock: socket.socket, ring_bytes: int) -> tuple[mmap.mmap, socket.socket]:
@@ -198,7 +200,7 @@ async def _take(job: Job, sock: socket.socket, rank: int) -> tuple[mmap.mmap, so
         if flags & socket.MSG_CTRUNC:  # the kernel had no place for the descriptors
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         if len(data) != _SIZE.size or len(descriptors) != 2:
-            raise PeerLostError(f"rank {rank} died, or had no memory to share", rank=rank)
+            raise PeerLostError(f"rank {rank} is lost: it died, or had no memory to share", rank=rank)
         (size,) = _SIZE.unpack(data)
         capacity = size // 2 - HEADER_BYTES
         if (
@@ -243,7 +245,7 @@ def _settle(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-def _stream(sock: socket.socket, memory: mmap.mmap, higher: bool, spin: float, label: str) -> RingStream:
+def _stream(sock: socket.socket, memory: mmap.mmap, higher: bool, spin: Spin, label: str) -> RingStream:
     """The first ring is the higher rank's to write, the second the lower's."""
     view = memoryview(memory)
     half = len(view) // 2

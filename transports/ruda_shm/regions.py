@@ -93,14 +93,10 @@ class SharedRegions:
     Args:
         streams: to every other rank.
         sockets: of type ``SOCK_SEQPACKET``, to every other rank, for descriptors alone.
-        patience: seconds that a waiting rank spins before it asks for a doorbell.
     """
 
-    def __init__(
-        self, streams: Mapping[int, RingStream], sockets: Mapping[int, socket.socket], patience: float
-    ) -> None:
+    def __init__(self, streams: Mapping[int, RingStream], sockets: Mapping[int, socket.socket]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._patience = patience
         self._last = 0
         self._own: dict[int, memoryview] = {}
         self._spare = Spare()
@@ -161,7 +157,7 @@ class SharedRegions:
     def watch(self, peer: int, ready: Callable[[], bool]) -> Awaitable[None]:
         """See `Regions.watch`."""
         other = self._peers[peer]
-        if other.stream.spin_for(ready, self._patience) or other.stream.ask_for_signal(ready):
+        if other.stream.spin_for(ready) or other.stream.ask_for_signal(ready):
             return DONE
         future: asyncio.Future[None] = self._loop.create_future()
         if other.stream.gone:
@@ -171,7 +167,9 @@ class SharedRegions:
         return future
 
     def _loss(self, peer: _Peer) -> PeerLostError:
-        return PeerLostError(f"rank {peer.rank} died while its shared memory was in use", rank=peer.rank)
+        return PeerLostError(
+            f"rank {peer.rank} is lost: it died while its shared memory was in use", rank=peer.rank
+        )
 
     def _lost(self, peer: _Peer) -> None:
         waits, peer.waits = peer.waits, []

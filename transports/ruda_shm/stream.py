@@ -12,12 +12,24 @@ import select
 import socket
 from collections.abc import Callable, Sequence
 from time import perf_counter
+from typing import NamedTuple
 
 from ruda_async.transport import Buffer, blocking
 
 from .ring import Ring
 
-__all__ = ["RingStream"]
+__all__ = ["RingStream", "Spin"]
+
+
+class Spin(NamedTuple):
+    """Seconds that a waiting rank looks before it asks for a doorbell: on its loop, in a blocking call."""
+
+    on_loop: float
+    blocking: float
+
+    def now(self) -> float:
+        """Those for the code that runs now."""
+        return self.blocking if blocking.seconds else self.on_loop
 
 
 class RingStream:
@@ -27,7 +39,7 @@ class RingStream:
         sock: connected to the peer, non-blocking.
         memory: the mapping that both rings lie in.
         outgoing, incoming: this side's rings.
-        patience: seconds that a waiting rank spins before it asks for a doorbell.
+        spin: how long a waiting rank looks before it asks for a doorbell.
         label: for people.
     """
 
@@ -37,7 +49,7 @@ class RingStream:
         memory: mmap.mmap,
         outgoing: Ring,
         incoming: Ring,
-        patience: float,
+        spin: Spin,
         label: str,
     ) -> None:
         self._sock = sock
@@ -45,7 +57,7 @@ class RingStream:
         self._memory = memory
         self._out = outgoing
         self._in = incoming
-        self._patience = patience
+        self._spin = spin
         self._label = label
         self._loop = asyncio.get_running_loop()
         self._on_readable: Callable[[], None] | None = None
@@ -109,7 +121,7 @@ class RingStream:
 
     def await_bytes(self) -> bool:
         """See `ByteStream.await_bytes`: spin on the ring, which needs no doorbell meanwhile."""
-        self._looking = self._in.spin(self._patience) or (blocking.seconds > 0 and self._sleep())
+        self._looking = self._in.spin(self._spin.now()) or (blocking.seconds > 0 and self._sleep())
         return self._looking
 
     def _sleep(self) -> bool:
@@ -131,8 +143,9 @@ class RingStream:
         if not self._closed and self._out.reader_watches():
             self._ring()
 
-    def spin_for(self, ready: Callable[[], bool], seconds: float) -> bool:
+    def spin_for(self, ready: Callable[[], bool]) -> bool:
         """Look for a moment whether `ready` holds."""
+        seconds = self._spin.now()
         if not seconds:
             return ready()
         end = perf_counter() + seconds

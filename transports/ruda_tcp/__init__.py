@@ -28,6 +28,14 @@ class TcpParameters(FramedParameters):
         unit="bytes",
         minimum=0,
     )
+    spin: float = param(
+        -1.0,
+        doc="how long a blocking call looks at the socket before it sleeps; -1 takes 100 µs where every rank "
+        "of this host can have a core of its own, else 0",
+        unit="s",
+        minimum=-1,
+        maximum=0.001,
+    )
 
 
 class TcpPlugin:
@@ -47,14 +55,17 @@ class TcpPlugin:
 
     async def connect(self, job: Job) -> Transport:
         """Meet the other ranks at the URL's address and link up with each."""
+        from .looking import spin_of
         from .mesh import dial_mesh
         from .socket_stream import SocketStream
 
         parameters: TcpParameters = job.parameters
         mesh, terms = await dial_mesh(job, parameters)
+        sockets = mesh.sockets if mesh else {}
+        spin = spin_of(parameters.spin, sockets)
         return FramedTransport(
             job,
-            {peer: SocketStream(sock) for peer, sock in mesh.sockets.items()} if mesh else {},
+            {peer: SocketStream(sock, spin) for peer, sock in sockets.items()},
             parameters,
             terms,
             Capabilities(
@@ -104,6 +115,7 @@ class TlsPlugin:
         """Meet the other ranks at the URL's address and link up with each, all inside TLS."""
         from asyncio import to_thread
 
+        from .looking import spin_of
         from .mesh import dial_mesh
         from .tls import Contexts, TlsConnection
         from .tls_stream import TlsStream
@@ -112,9 +124,10 @@ class TlsPlugin:
         contexts = await to_thread(Contexts, job, parameters)  # reads files
         mesh, terms = await dial_mesh(replace(job, secure=contexts.secure), parameters)
         streams = {}
+        spin = spin_of(parameters.spin, mesh.sockets if mesh else {})
         for peer, connection in mesh.secured.items() if mesh else ():
             assert isinstance(connection, TlsConnection)
-            streams[peer] = TlsStream(connection)
+            streams[peer] = TlsStream(connection, spin)
         return FramedTransport(
             job,
             streams,

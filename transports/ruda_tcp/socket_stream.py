@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import select
 import socket
 from collections.abc import Callable, Sequence
 
 from ruda_async.transport import Buffer, blocking
 
+from .looking import Lookout
+
 __all__ = ["SocketStream"]
 
 
 class SocketStream:
-    """See `ruda_async.transport.ByteStream`. Takes over a connected, non-blocking socket."""
+    """See `ruda_async.transport.ByteStream`. Takes over a connected, non-blocking socket.
 
-    def __init__(self, sock: socket.socket) -> None:
+    Args:
+        spin: seconds that a blocking call looks at the socket before it sleeps.
+    """
+
+    def __init__(self, sock: socket.socket, spin: float = 0.0) -> None:
         self._sock = sock
         self._fd = sock.fileno()
         self._loop = asyncio.get_running_loop()
         self._address = sock.getpeername()[:2]
         self._writing = False
         self._closed = False
-        poller = select.poll()
-        poller.register(sock, select.POLLIN)
-        self._poll = poller.poll
+        self._wait = Lookout(sock, spin).wait
         # The two hot calls are the socket's own, without a wrapper around them.
         self.write: Callable[[Sequence[Buffer | bytes]], int] = sock.sendmsg  # type: ignore[assignment]
         self.read_into: Callable[[memoryview], int] = sock.recv_into
@@ -32,7 +35,7 @@ class SocketStream:
     def await_bytes(self) -> bool:
         """See `ByteStream.await_bytes`: looking costs as much as reading, unless it may block."""
         seconds = blocking.seconds
-        return not seconds or bool(self._poll(seconds * 1000))
+        return not seconds or self._wait(seconds)
 
     def on_readable(self, callback: Callable[[], None]) -> None:
         """See `ByteStream.on_readable`."""

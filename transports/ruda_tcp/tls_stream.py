@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import select
 import socket
 import ssl
 from collections.abc import Callable, Sequence
 
 from ruda_async.transport import Buffer, blocking
 
+from .looking import Lookout
 from .tls import RECORD, TlsConnection, damage
 
 __all__ = ["TlsStream"]
@@ -25,9 +25,12 @@ class TlsStream:
 
     What the socket does not take at once waits here, encrypted; more is not taken until it has left. The end
     of the stream is the socket's: whether a peer meant to end is said by the frames inside.
+
+    Args:
+        spin: seconds that a blocking call looks at the socket before it sleeps.
     """
 
-    def __init__(self, connection: TlsConnection) -> None:
+    def __init__(self, connection: TlsConnection, spin: float = 0.0) -> None:
         self._sock = connection.sock
         self._fd = connection.sock.fileno()
         self._tls = connection.tls
@@ -42,9 +45,7 @@ class TlsStream:
         self._reading_again = False
         self._ending = False
         self._closed = False
-        poller = select.poll()
-        poller.register(self._sock, select.POLLIN)
-        self._poll = poller.poll
+        self._wait = Lookout(self._sock, spin).wait
         self.write: Callable[[Sequence[Buffer | bytes]], int] = self._write
         self.read_into: Callable[[memoryview], int] = self._read_into
 
@@ -153,7 +154,7 @@ class TlsStream:
     def await_bytes(self) -> bool:
         """See `ByteStream.await_bytes`: looking costs as much as reading, unless it may block."""
         seconds = blocking.seconds
-        return not seconds or bool(self._incoming.pending or self._poll(seconds * 1000))
+        return not seconds or bool(self._incoming.pending) or self._wait(seconds)
 
     def on_readable(self, callback: Callable[[], None]) -> None:
         """See `ByteStream.on_readable`."""

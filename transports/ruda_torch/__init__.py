@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ruda_async.transport import Job, Transport, get_plugin, merge_parameters, param
+from ruda_async.transport import Job, Transport, get_plugin, how_to_install, merge_parameters, param
 
 __all__ = ["GLOO", "NCCL", "TorchParameters", "TorchPlugin"]
 
@@ -63,7 +63,7 @@ class TorchPlugin:
     def unavailable(self) -> str | None:
         """None where torch is installed, with torch.distributed and this backend."""
         if importlib.util.find_spec("torch") is None:
-            return "torch is not installed; pip install 'ruda-async[torch]'"
+            return f"torch is not installed; {how_to_install('torch')}"
         if self.backend == "nccl" and not Path("/dev/nvidiactl").exists():
             return "there is no NVIDIA GPU (or no driver for it) here; use torch+gloo, or tcp"
         if "torch" in sys.modules:

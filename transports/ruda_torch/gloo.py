@@ -14,16 +14,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ruda_async.transport import NativeCall, NativeGroup
+from ruda_async.transport import NativeCall, NativeGroup, ended
 
 from .calls import start, tensor
 from .groups import in_background
 from .provider import TorchProvider
 
 __all__ = ["GlooProvider"]
-
-#: Seconds that a call which ends early waits for Gloo to be done with its memory.
-_GRACE = 0.1
 
 
 class GlooProvider(TorchProvider):
@@ -75,17 +72,7 @@ async def finished(
     except RuntimeError:  # not every collective of Gloo has a future
         wait = handle.work.wait
         in_background(lambda: tell(wait))
-    try:
-        await asyncio.wait((done, stop), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        if not done.done():
-            try:
-                await asyncio.wait((done,), timeout=_GRACE)
-            finally:
-                handle.abandoned = not done.done()
-    if stop.done():
-        stop.result()
-    done.result()
+    await ended(done, stop, handle.abandon)
 
 
 def _teller(loop: asyncio.AbstractEventLoop, number: int) -> Callable[[Callable[[], object]], None]:
@@ -130,6 +117,10 @@ class _Handle:
         self.done = done
         self.abandoned = False
         self._needed = needed
+
+    def abandon(self) -> None:
+        """The call was given up; Gloo has not finished it."""
+        self.abandoned = True
 
     def clear(self) -> None:
         """Let go of it; not on a thread of the group, which its destructor joins."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ruda_async.transport import NativeGroup, in_thread
+from ruda_async.transport import EngineContexts, NativeGroup, in_thread
 
 __all__ = ["Groups", "in_background", "missing", "seconds_left"]
 
@@ -47,7 +47,7 @@ def in_background(release: Callable[[], object]) -> None:
     threading.Thread(target=release, name="ruda torch group", daemon=True).start()
 
 
-class Groups:
+class Groups(EngineContexts[Any]):
     """The process groups of one transport.
 
     Args:
@@ -58,21 +58,12 @@ class Groups:
     def __init__(
         self, dial: Callable[[timedelta], Any], make: Callable[[Any, int, int, timedelta], Any]
     ) -> None:
+        super().__init__()
         self._dial = dial
         self._make = make
-        self._made: dict[int, tuple[int, asyncio.Task[Any]]] = {}
 
-    def get(self, group: NativeGroup) -> asyncio.Task[Any]:
-        """The process group of the call's channel and epoch: the result of this task."""
-        epoch, making = self._made.get(group.channel, (-1, None))
-        if making is not None and epoch == group.epoch and not (making.done() and _failed(making)):
-            return making
-        self.forget(group.channel)
-        making = asyncio.get_running_loop().create_task(self._start(group))
-        self._made[group.channel] = (group.epoch, making)
-        return making
-
-    async def _start(self, group: NativeGroup) -> Any:
+    async def make(self, group: NativeGroup) -> Any:
+        """See `EngineContexts.make`."""
         ranks = "-".join(map(str, group.members))
         prefix = f"{group.channel}/{group.epoch}/{ranks}"
         wait = min(seconds_left(group), timedelta(seconds=_LONGEST))
@@ -83,23 +74,11 @@ class Groups:
 
         return await in_thread(start)
 
-    def forget(self, channel: int) -> None:
-        """Release the channel's group."""
-        _, making = self._made.pop(channel, (-1, None))
-        if making is not None:
-            making.add_done_callback(_release)
+    def release(self, channel: int, making: asyncio.Task[Any]) -> None:
+        """See `EngineContexts.release`."""
+        making.add_done_callback(self._release)
 
-    def close(self) -> None:
-        """Release all."""
-        for channel in list(self._made):
-            self.forget(channel)
-
-
-def _failed(task: asyncio.Task[Any]) -> bool:
-    return task.cancelled() or task.exception() is not None
-
-
-def _release(task: asyncio.Task[Any]) -> None:
-    if not _failed(task):
-        held = [task.result()]
-        in_background(held.clear)
+    def _release(self, making: asyncio.Task[Any]) -> None:
+        if not self.failed(making):
+            held = [making.result()]
+            in_background(held.clear)

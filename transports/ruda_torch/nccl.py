@@ -92,7 +92,7 @@ class NcclProvider(StagedProvider):
 
     name = "nccl"
     virtue = "many bytes: NCCL moves them between GPUs"
-    lacks = ("band", "bor", "bxor")
+    lacking = ("band", "bor", "bxor")
 
     def __init__(self, dial: Callable[[timedelta], Any], least: int) -> None:
         super().__init__(dial, least)

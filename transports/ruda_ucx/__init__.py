@@ -16,7 +16,7 @@ import importlib.util
 import sys
 from dataclasses import dataclass
 
-from ruda_async.transport import FramedParameters, Job, Transport, param
+from ruda_async.transport import FramedParameters, Job, Transport, how_to_install, param
 
 __all__ = ["PLUGIN", "UcxParameters", "UcxPlugin"]
 
@@ -80,7 +80,7 @@ class UcxPlugin:
         if not sys.platform.startswith("linux"):
             return "needs Linux, as UCX does; use tcp instead"
         if importlib.util.find_spec("ucxx") is None:
-            return "needs ucxx, which is not installed: pip install 'ruda-async[ucx]'"
+            return f"needs ucxx, which is not installed; {how_to_install('ucx')}"
         return None
 
     async def connect(self, job: Job) -> Transport:

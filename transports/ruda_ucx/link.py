@@ -162,8 +162,8 @@ class Link:
         if not self._engine.turn():
             self._loop.call_soon(self._gone)
         elif not self.over.done():
-            died = f"rank {self.peer} died: its connection ended without a goodbye"
-            self.end(self._left() if self._leaving else PeerLostError(died, rank=self.peer))
+            lost = f"rank {self.peer} is lost: its connection ended without a goodbye"
+            self.end(self._left() if self._leaving else PeerLostError(lost, rank=self.peer))
 
     def _failed(self, status: int) -> None:
         """UCX gave up an operation; an unreachable peer is the only reason that is left to it."""

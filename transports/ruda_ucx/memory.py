@@ -24,19 +24,28 @@ class Accelerator(Protocol):
     native: bool
 
     def fence(self, buffers: Sequence[Buffer]) -> Callable[[], bool]:
-        """Whether all that was queued on the current stream until now, and may touch `buffers`, is over."""
+        """Whether all that was queued on the buffers' streams until now, and may touch them, is over.
+
+        A buffer's stream is the one that its array interface names, else the current one.
+        """
         ...
 
     def room(self, nbytes: int) -> memoryview:
         """Host memory that the device copies to and from at full speed."""
         ...
 
-    def read(self, buffer: Buffer) -> memoryview:
-        """A copy of device memory on the host, in stream order; waits for the device."""
+    def read(self, buffer: Buffer, *, settled: bool = False) -> memoryview:
+        """A copy of device memory on the host, in stream order; waits for the device.
+
+        `settled`: its fence has passed, so that nothing else that the stream has to do is waited for.
+        """
         ...
 
     def write(self, buffer: Buffer, data: memoryview) -> None:
-        """Copy host memory over device memory, in stream order; `data` may change afterwards."""
+        """Copy host memory over device memory, in stream order; `data` may change afterwards.
+
+        Where the buffer names its stream, the host does not wait for it.
+        """
         ...
 
 
@@ -51,8 +60,11 @@ class DeviceWindow:
     """A part of a device buffer; keeps the whole alive."""
 
     def __init__(self, owner: Any, start: int, stop: int) -> None:
-        address, readonly = owner.__cuda_array_interface__["data"]
+        whole = owner.__cuda_array_interface__
+        address, readonly = whole["data"]
         self.owner = owner
+        #: The number of the device; None where the owner does not say.
+        self.device_index: int | None = getattr(owner, "device_index", None)
         self.nbytes = stop - start
         self.__cuda_array_interface__: dict[str, Any] = {
             "shape": (self.nbytes,),
@@ -60,6 +72,7 @@ class DeviceWindow:
             "data": (address + start, readonly),
             "strides": None,
             "version": 3,
+            "stream": whole.get("stream"),
         }
 
 
@@ -96,7 +109,7 @@ class _NoDevice:
     def room(self, nbytes: int) -> memoryview:
         return memoryview(bytearray(nbytes))
 
-    def read(self, buffer: Buffer) -> memoryview:
+    def read(self, buffer: Buffer, *, settled: bool = False) -> memoryview:
         raise TypeError(f"{type(buffer).__name__} is device memory, and torch sees no CUDA device here")
 
     def write(self, buffer: Buffer, data: memoryview) -> None:
@@ -112,23 +125,45 @@ NO_DEVICE: Accelerator = _NoDevice()
 
 
 class TorchAccelerator:
-    """CUDA through torch: its current stream orders everything."""
+    """CUDA through torch: a buffer's stream orders all that is done with it."""
 
     def __init__(self, torch: Any, native: bool) -> None:
         self._torch = torch
         self.native = native
+        #: By device: where memory is copied of which the fence has passed.
+        self._aside: dict[Any, Any] = {}
+
+    def _device(self, buffer: Any) -> Any:
+        """The buffer's device; the current one where it does not say."""
+        index = getattr(buffer, "device_index", None)
+        return self._torch.device("cuda", self._torch.cuda.current_device() if index is None else index)
 
     def _tensor(self, buffer: Buffer) -> Any:
-        return self._torch.as_tensor(buffer, device="cuda")
+        return self._torch.as_tensor(buffer, device=self._device(buffer))
+
+    def _stream(self, buffer: Any, device: Any) -> Any:
+        """The stream that the buffer names, or else the current one."""
+        cuda = self._torch.cuda
+        handle = buffer.__cuda_array_interface__.get("stream")
+        if handle is None:
+            return cuda.current_stream(device)
+        if handle == 1:  # what the array interface calls the default stream
+            return cuda.default_stream(device)
+        return cuda.ExternalStream(handle, device=device)
 
     def fence(self, buffers: Sequence[Buffer]) -> Callable[[], bool]:
-        """See `Accelerator.fence`: an event on the current stream of every device that has a buffer."""
+        """See `Accelerator.fence`: an event on every stream that a buffer has."""
         cuda = self._torch.cuda
-        devices = {self._tensor(b).device for b in buffers if not isinstance(b, memoryview) and b.nbytes}
+        streams = []
+        for buffer in buffers:
+            if not isinstance(buffer, memoryview) and buffer.nbytes:
+                stream = self._stream(buffer, self._device(buffer))
+                if stream not in streams:
+                    streams.append(stream)
         events = []
-        for device in devices:
+        for stream in streams:
             event = cuda.Event()
-            event.record(cuda.current_stream(device))
+            event.record(stream)
             events.append(event)
         return lambda: all(event.query() for event in events)
 
@@ -136,17 +171,28 @@ class TorchAccelerator:
         """See `Accelerator.room`: page-locked memory."""
         return memoryview(self._torch.empty(nbytes, dtype=self._torch.uint8, pin_memory=True).numpy())
 
-    def read(self, buffer: Buffer) -> memoryview:
+    def read(self, buffer: Buffer, *, settled: bool = False) -> memoryview:
         """See `Accelerator.read`."""
         host = self.room(buffer.nbytes)
         if buffer.nbytes:
-            self._torch.frombuffer(host, dtype=self._torch.uint8).copy_(self._tensor(buffer))
+            tensor = self._tensor(buffer)
+            cuda, device = self._torch.cuda, tensor.device
+            if settled:
+                stream = self._aside.get(device) or self._aside.setdefault(device, cuda.Stream(device))
+            else:
+                stream = self._stream(buffer, device)
+            with cuda.stream(stream):
+                self._torch.frombuffer(host, dtype=self._torch.uint8).copy_(tensor)
         return host
 
     def write(self, buffer: Buffer, data: memoryview) -> None:
-        """See `Accelerator.write`: a blocking copy on the current stream."""
-        host = data if not data.readonly else memoryview(bytearray(data))
-        self._tensor(buffer).copy_(self._torch.frombuffer(host, dtype=self._torch.uint8))
+        """See `Accelerator.write`: through page-locked memory, which torch keeps until it was copied."""
+        tensor: Any = self._tensor(buffer)
+        host = self._torch.empty(len(data), dtype=self._torch.uint8, pin_memory=True)
+        memoryview(host.numpy())[:] = data
+        named = getattr(buffer, "__cuda_array_interface__", {}).get("stream") is not None
+        with self._torch.cuda.stream(self._stream(buffer, tensor.device)):
+            tensor.copy_(host, non_blocking=named)
 
 
 def find_accelerator(cuda_support: bool) -> Accelerator:

@@ -84,7 +84,9 @@ class Outbound:
         if len(parts) == 1:
             return parts[0]
         return memoryview(
-            gather_bytes([p if isinstance(p, memoryview) else accelerator.read(p) for p in parts])
+            gather_bytes(
+                [p if isinstance(p, memoryview) else accelerator.read(p, settled=True) for p in parts]
+            )
         )
 
 

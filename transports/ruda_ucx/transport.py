@@ -107,11 +107,12 @@ class UcxTransport:
 
     def _on_beat(self) -> None:
         """Every half heartbeat: show life, and look who shows none."""
-        heartbeat = self._heartbeat
+        heartbeat, engine = self._heartbeat, self._engine
+        assert engine is not None  # a rank without peers has no heartbeat
         # If this loop was held up, or what comes in is too much for it, what peers sent meanwhile is still
         # unread (UCX has one queue for all of them): do not judge them by it.
-        late = self.loop.time() - self._beat_at > heartbeat / 4 or not self._engine.caught_up
-        self._engine.caught_up = False
+        late = self.loop.time() - self._beat_at > heartbeat / 4 or not engine.caught_up
+        engine.caught_up = False
         for peer, link in self._links.items():
             if link.over.done():
                 continue

@@ -24,7 +24,14 @@ from __future__ import annotations
 
 from . import endings as endings  # which enter their scenarios
 from . import messages as messages
-from .runner import run_in_loop, run_in_processes, run_in_threads, run_placed, run_scenario
+from .runner import (
+    run_in_loop,
+    run_in_processes,
+    run_in_threads,
+    run_placed,
+    run_scenario,
+    run_scenarios,
+)
 from .scenario import SCENARIOS, Scenario
 
 __all__ = [
@@ -35,4 +42,5 @@ __all__ = [
     "run_in_threads",
     "run_placed",
     "run_scenario",
+    "run_scenarios",
 ]

@@ -7,14 +7,14 @@ import dataclasses
 import multiprocessing
 import threading
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from ..base import Transport
 from .scenario import SCENARIOS, Scenario
 
-__all__ = ["run_in_loop", "run_in_processes", "run_in_threads", "run_placed", "run_scenario"]
+__all__ = ["run_in_loop", "run_in_processes", "run_in_threads", "run_placed", "run_scenario", "run_scenarios"]
 
 Join = Callable[[str, int, int], Awaitable[Transport]]
 
@@ -77,45 +77,60 @@ def run_in_threads(scenario: Scenario, url: str) -> None:
         raise TimeoutError(f"{scenario.name} hangs")
 
 
-def _process_main(name: str, url: str, rank: int, pipe: Connection) -> None:
-    try:
-        asyncio.run(asyncio.wait_for(_run_rank(SCENARIOS[name], url, rank), LIMIT))
-        pipe.send(None)
-    except BaseException:
-        pipe.send(traceback.format_exc())
+def _process_main(url: str, rank: int, pipe: Connection) -> None:
+    """Run the scenarios that `pipe` names, and tell by it how each ended."""
+    while True:
+        scenario = SCENARIOS[pipe.recv()]
+        try:
+            asyncio.run(asyncio.wait_for(_run_rank(scenario, url, rank), LIMIT))
+            pipe.send(None)
+        except BaseException:
+            pipe.send(traceback.format_exc())
 
 
-def run_in_processes(scenario: Scenario, url: str) -> None:
-    """Every rank in a fresh process. The URL must name an address that is free, not port 0."""
+def run_in_processes(scenarios: Sequence[Scenario], url: str) -> None:
+    """One scenario after the other, every rank in a process, which serves all of them.
+
+    The URL must name an address that is free, not port 0.
+    """
     context = multiprocessing.get_context("spawn")
-    pipes: dict[Connection, int] = {}
+    pipes: list[Connection] = []
     processes = []
     try:
-        for rank in range(scenario.world_size):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_process_main, args=(scenario.name, url, rank, theirs), daemon=True
-            )
+        for rank in range(max(scenario.world_size for scenario in scenarios)):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_process_main, args=(url, rank, theirs), daemon=True)
             process.start()
             theirs.close()
             processes.append(process)
-            pipes[ours] = rank
-        while pipes:
-            ready: list[Any] = wait(list(pipes), LIMIT + 20)
-            if not ready:
-                raise TimeoutError(f"{scenario.name} hangs on ranks {sorted(pipes.values())}")
-            for pipe in ready:
-                rank = pipes.pop(pipe)
-                try:
-                    failure = pipe.recv()
-                except EOFError:
-                    failure = "it died"
-                if failure is not None:
-                    raise AssertionError(f"rank {rank} of {scenario.name}:\n{failure}")
+            pipes.append(ours)
+        for scenario in scenarios:
+            _run_among(pipes[: scenario.world_size], scenario)
     finally:
         for process in processes:
             process.kill()
             process.join()
+        for pipe in pipes:
+            pipe.close()
+
+
+def _run_among(pipes: Sequence[Connection], scenario: Scenario) -> None:
+    """Let the ranks at the other ends of `pipes` run the scenario."""
+    for pipe in pipes:
+        pipe.send(scenario.name)
+    running = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while running:
+        ready: list[Any] = wait(list(running), LIMIT + 20)
+        if not ready:
+            raise TimeoutError(f"{scenario.name} hangs on ranks {sorted(running.values())}")
+        for pipe in ready:
+            rank = running.pop(pipe)
+            try:
+                failure = pipe.recv()
+            except EOFError:
+                failure = "it died"
+            if failure is not None:
+                raise AssertionError(f"rank {rank} of {scenario.name}:\n{failure}")
 
 
 def run_placed(name: str, url: str) -> bool:
@@ -148,5 +163,15 @@ def run_placed(name: str, url: str) -> bool:
 
 def run_scenario(name: str, url: str, *, ranks: str = "loop") -> None:
     """Run one scenario over `url`, with `ranks` in one ``loop``, in ``threads`` or in ``processes``."""
-    runners = {"loop": run_in_loop, "threads": run_in_threads, "processes": run_in_processes}
-    runners[ranks](SCENARIOS[name], url)
+    run_scenarios([name], url, ranks=ranks)
+
+
+def run_scenarios(names: Sequence[str], url: str, *, ranks: str = "loop") -> None:
+    """Run several scenarios as `run_scenario` does; processes are started once, and serve all of them."""
+    scenarios = [SCENARIOS[name] for name in names]
+    if ranks == "processes":
+        run_in_processes(scenarios, url)
+        return
+    run = {"loop": run_in_loop, "threads": run_in_threads}[ranks]
+    for scenario in scenarios:
+        run(scenario, url)

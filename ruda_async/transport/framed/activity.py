@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import weakref
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .sender import Sender
 
-__all__ = ["Activity", "activity_of", "blocking"]
+__all__ = ["Activity", "activity_of", "blocking", "patience"]
 
 
 class _Blocking(threading.local):
@@ -24,6 +25,19 @@ class _Blocking(threading.local):
 
 
 blocking = _Blocking()
+
+
+def patience(seconds: float, ranks: int) -> float:
+    """How long to look for bytes before sleeping: `seconds`, or 0 where `ranks` ranks share too few cores.
+
+    Looking on a core that the peer needs makes both late. Where it does not, a sleep costs both ranks more
+    than the answer to a small message takes: one for waking, the other for being woken.
+    """
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on every system
+        cores = os.cpu_count() or 1
+    return seconds if ranks <= cores else 0.0
 
 
 class Activity:

@@ -22,6 +22,9 @@ from .stream import ByteStream, Terms
 
 __all__ = ["Link"]
 
+#: How a peer's death looks, however the medium reports it: every rank is to say the same.
+_NO_GOODBYE = "its connection ended without a goodbye"
+
 
 class Link:
     """The link to `peer`.
@@ -80,14 +83,15 @@ class Link:
         elif self._bye:
             self.end(self._left())
         else:
-            self.end(PeerLostError(f"rank {peer} died: its connection ended without a goodbye", rank=peer))
+            self.end(PeerLostError(f"rank {peer} is lost: {_NO_GOODBYE}", rank=peer))
 
     def _broken(self, error: OSError) -> BaseException:
         """The stream failed; why, for who asked."""
         peer = self.peer
-        why = self._left() if self._bye else PeerLostError(
-            f"rank {peer} is lost: {error.strerror or error}", rank=peer
-        )  # fmt: skip
+        # A peer that dies with bytes unread resets the connection: the same death, so in the same words.
+        reason = _NO_GOODBYE if isinstance(error, ConnectionError) else error.strerror or str(error)
+        lost = PeerLostError(f"rank {peer} is lost: {reason}", rank=peer)
+        why = self._left() if self._bye else lost
         self.end(why)
         return self.sender.refusal or why
 

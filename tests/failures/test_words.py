@@ -1,0 +1,60 @@
+"""Ranks that lose the same peer in different ways say the same of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from support import SCHEMES, fresh_url
+
+RANK = """
+import asyncio, os, signal, sys
+import numpy as np
+import ruda_async
+
+async def main():
+    async with ruda_async.connect(sys.argv[1], rank=int(sys.argv[2]), world_size=3, timeout=60) as comm:
+        await comm.barrier()
+        if comm.rank == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        await asyncio.to_thread(sys.stdin.readline)
+        if comm.rank == 0:
+            await comm.send(np.zeros(100), 2)
+            print("sent", flush=True)
+        try:
+            await comm.recv(2)
+        except ruda_async.PeerLostError as error:
+            print(str(error).partition(": ")[2], flush=True)
+        try:
+            await comm.barrier()
+        except ruda_async.PeerLostError as error:
+            print(str(error).partition(": ")[2], flush=True)
+        os._exit(0)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.skipif(sys.platform != "linux", reason="waits for a stopped child")
+@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "memory"])
+def test_a_dead_rank_is_reported_alike_whether_it_left_bytes_unread(scheme: str) -> None:
+    url = fresh_url(scheme)
+    command = [sys.executable, "-c", RANK, url]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    ranks = [subprocess.Popen([*command, str(rank)], text=True, **pipes) for rank in range(3)]  # type: ignore[call-overload]
+    try:
+        os.waitid(os.P_PID, ranks[2].pid, os.WSTOPPED)
+        ranks[0].stdin.write("\n")
+        ranks[0].stdin.flush()
+        assert ranks[0].stdout.readline() == "sent\n"  # to rank 2, which will never read it
+        ranks[2].kill()
+        said = [line for rank in ranks[:2] for line in rank.communicate("\n", 60)[0].splitlines()]
+        reasons = [line.partition(";")[0] for line in said]
+        assert reasons == ["rank 2 is lost: its connection ended without a goodbye"] * 4
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()

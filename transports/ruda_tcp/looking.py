@@ -1,0 +1,50 @@
+"""Waiting for a socket in a thread that may block."""
+
+from __future__ import annotations
+
+import select
+import socket
+from collections.abc import Mapping
+from time import perf_counter
+
+from ruda_async.transport import patience
+
+__all__ = ["Lookout", "spin_of"]
+
+#: Seconds that a blocking call looks at the socket before it sleeps: several times what a peer that is in
+#: the same call takes to answer.
+_SPIN = 100e-6
+
+
+def spin_of(asked: float, sockets: Mapping[int, socket.socket]) -> float:
+    """Seconds to look before sleeping: those asked for, or with -1 what suits the ranks of this host."""
+    if asked >= 0:
+        return asked
+    local = sum(sock.getsockname()[0] == sock.getpeername()[0] for sock in sockets.values())
+    return patience(_SPIN, 1 + local)
+
+
+class Lookout:
+    """Looks whether a socket has something to read.
+
+    Args:
+        spin: seconds to look before sleeping.
+    """
+
+    def __init__(self, sock: socket.socket, spin: float) -> None:
+        poller = select.poll()
+        poller.register(sock, select.POLLIN)
+        self._poll = poller.poll
+        self._spin = spin
+
+    def wait(self, seconds: float) -> bool:
+        """Wait so long at most; whether there is something to read, or the end."""
+        poll = self._poll
+        if poll(0):
+            return True
+        if self._spin:
+            end = perf_counter() + self._spin
+            while perf_counter() < end:
+                if poll(0):
+                    return True
+        return bool(poll(seconds * 1000))
