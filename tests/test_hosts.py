@@ -126,7 +126,7 @@ def test_a_launcher_that_names_no_transport(hosts: Hosts, flat: list[dict[str, s
     """As torchrun on two hosts sets the variables."""
     place = {"WORLD_SIZE": "4", "MASTER_ADDR": hosts.address(0), "MASTER_PORT": "29500"}
     ranks = [
-        hosts.start(host, "work", "", "", "", '{"heartbeat": 30}', RANK=str(rank), **place)
+        hosts.start(host, "work", "", "", "", options_of("auto", {"heartbeat": 30}), RANK=str(rank), **place)
         for rank, host in enumerate(CONSECUTIVE)
     ]
     with ended(ranks):
