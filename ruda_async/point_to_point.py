@@ -22,7 +22,7 @@ from .errors import (
 )
 from .observe.recorder import Transfer
 from .tags import channel_id, tag_of
-from .tensors import TensorSpec, adapter_for, adapter_for_call, dtype_of
+from .tensors import TensorSpec, adapter_for_call, dtype_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -137,10 +137,7 @@ class PointToPoint:
 
     def _find(self, value: object) -> TensorAdapter[Any]:
         """The adapter for a tensor, for this call."""
-        adapter = adapter_for(value)
-        if adapter.on_devices:
-            adapter = adapter_for_call(adapter, value, self._channel.node.device_memory)
-        return adapter
+        return adapter_for_call(value, self._channel.node.device_memory)
 
     def _turn(self, member: int, wire_tag: int) -> asyncio.Lock:
         return self._turns.setdefault((member, wire_tag), asyncio.Lock())

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from ..tensors import TensorSpec, adapter_for, adapter_for_call
+from ..tensors import TensorSpec, adapter_for_call
 from . import hierarchical
 from .messages import (
     WINDOW,
@@ -258,9 +258,7 @@ class AllGather(Generic[T]):
             TensorContractError: a scalar, a dtype of the other kind, no such axis, or an `out` that does
                 not fit.
         """
-        self._adapter = adapter = adapter_for(self._value)
-        if adapter.on_devices:
-            self._adapter = adapter = adapter_for_call(adapter, self._value, settings.device_memory)
+        self._adapter = adapter = adapter_for_call(self._value, settings.device_memory)
         spec = adapter.spec(self._value)
         if type(self._dim) is not int:
             self._dim = axis_of(self.operation, "dim", self._dim, spec.shape)

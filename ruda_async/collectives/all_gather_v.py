@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ..errors import ProtocolError
-from ..tensors import TensorSpec, adapter_for, adapter_for_call
+from ..tensors import TensorSpec, adapter_for_call
 from ..traits import VariableTensorExchange
 from .all_gather import bruck, ring_blocks
 from .all_to_all_v import Rows, check_rows, rows_into
@@ -123,9 +123,7 @@ class AllGatherV(Generic[T]):
                 fit.
         """
         name = self.operation
-        self._adapter = adapter = adapter_for(self._value)
-        if adapter.on_devices:
-            self._adapter = adapter = adapter_for_call(adapter, self._value, settings.device_memory)
+        self._adapter = adapter = adapter_for_call(self._value, settings.device_memory)
         dtype, shape = adapter.spec(self._value)
         check_leading_axis(name, shape)
         self._plan = plan = _plan(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from ..tensors import adapter_for, adapter_for_call, reducer_at
+from ..tensors import adapter_for_call, reducer_at
 from . import hierarchical_reduce
 from .barrier import dissemination
 from .messages import copy_all, message_limit, peers, same_memory, scratch, separate
@@ -60,9 +60,7 @@ class AllReduce(Generic[T]):
     def prepare(self, rank: int, size: int, settings: Settings) -> bytes:
         """Check the input; see `Request.prepare`."""
         value = self._value
-        self._adapter = adapter = adapter_for(value)
-        if adapter.on_devices:
-            self._adapter = adapter = adapter_for_call(adapter, value, settings.device_memory)
+        self._adapter = adapter = adapter_for_call(value, settings.device_memory)
         spec = adapter.spec(value)
         self._plan = plan_of("all_reduce", self.operation, self._operator, spec, size, self._order, settings)
         self._target = None if self._out is None else adapter.into(self._out, spec)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from ..errors import TensorContractError
-from ..tensors import TensorSpec, adapter_for, adapter_for_call, as_view, device_memory, dtype_of
+from ..tensors import TensorSpec, adapter_for_call, as_view, device_memory, dtype_of
 from .messages import pairwise as exchange_pairwise
 from .messages import scratch, separate, split, swap
 from .movement import Plan, agreed, axis_of, check_leading_axis, nbytes_of
@@ -248,9 +248,7 @@ class AllToAll(Generic[T]):
                 that does not fit.
         """
         name = self.operation
-        self._adapter = adapter = adapter_for(self._value)
-        if adapter.on_devices:
-            self._adapter = adapter = adapter_for_call(adapter, self._value, settings.device_memory)
+        self._adapter = adapter = adapter_for_call(self._value, settings.device_memory)
         self._spec = spec = adapter.spec(self._value)
         if type(self._split) is not int or type(self._concat) is not int:
             check_leading_axis(name, spec.shape)

@@ -315,9 +315,7 @@ class AllToAllV(Generic[T]):
                 or do not add up, a row larger than the byte budget, or an `out` that cannot fit.
         """
         name = self.operation
-        self._adapter = adapter = adapter_for(self._value)
-        if adapter.on_devices:
-            self._adapter = adapter = adapter_for_call(adapter, self._value, settings.device_memory)
+        self._adapter = adapter = adapter_for_call(self._value, settings.device_memory)
         dtype, shape = adapter.spec(self._value)
         if not shape:
             check_leading_axis(name, shape)

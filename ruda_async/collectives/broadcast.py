@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from ..tensors import TensorSpec, adapter_for, adapter_for_call
+from ..tensors import TensorSpec, adapter_for_call
 from ..transport.base import DONE
 from .all_gather import ring_blocks
 from .barrier import dissemination
@@ -271,9 +271,7 @@ class Broadcast(Generic[T]):
         Raises:
             TensorContractError: no such root, a dtype of the other kind, or an `out` that does not fit.
         """
-        self._adapter = adapter = adapter_for(self._value)
-        if adapter.on_devices:
-            self._adapter = adapter = adapter_for_call(adapter, self._value, settings.device_memory)
+        self._adapter = adapter = adapter_for_call(self._value, settings.device_memory)
         self._root = root = check_root(self.operation, self._root, size)
         spec = adapter.spec(self._value)
         self._plan = plan = _plan(

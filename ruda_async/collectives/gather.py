@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from ..tensors import TensorSpec, adapter_for, adapter_for_call
+from ..tensors import TensorSpec, adapter_for_call
 from .gather_scatter import binomial_gather, direct_gather
 from .messages import (
     EMPTY,
@@ -64,9 +64,7 @@ class Gather(Generic[T]):
         Raises:
             TensorContractError: a scalar, no such root, or an `out` that does not fit.
         """
-        self._adapter = adapter = adapter_for(self._value)
-        if adapter.on_devices:
-            self._adapter = adapter = adapter_for_call(adapter, self._value, settings.device_memory)
+        self._adapter = adapter = adapter_for_call(self._value, settings.device_memory)
         self._root = root = check_root("gather", self._root, size)
         spec = adapter.spec(self._value)
         self._plan = plan = _gather_plan(spec, root, size, settings.algorithm, settings.max_bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from ..tensors import adapter_for, adapter_for_call, reducer_at
+from ..tensors import adapter_for_call, reducer_at
 from .barrier import dissemination
 from .messages import EMPTY, copy_all, cut, message_limit, scratch, separate
 from .movement import check_root
@@ -61,9 +61,7 @@ class Reduce(Generic[T]):
     def prepare(self, rank: int, size: int, settings: Settings) -> bytes:
         """Check the input; see `Request.prepare`."""
         self._root = root = check_root(self.operation, self._root, size)
-        self._adapter = adapter = adapter_for(self._value)
-        if adapter.on_devices:
-            self._adapter = adapter = adapter_for_call(adapter, self._value, settings.device_memory)
+        self._adapter = adapter = adapter_for_call(self._value, settings.device_memory)
         spec = adapter.spec(self._value)
         self._plan = plan_of(
             "reduce",

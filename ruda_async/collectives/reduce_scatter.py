@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ..errors import TensorContractError
-from ..tensors import TensorSpec, adapter_for, adapter_for_call, reducer_at
+from ..tensors import TensorSpec, adapter_for_call, reducer_at
 from .barrier import dissemination
 from .messages import copy_all, message_limit, separate
 from .recursive import recursive_halving
@@ -63,9 +63,7 @@ class ReduceScatter(Generic[T]):
         value, dim = self._value, self._dim
         if type(dim) is not int:
             raise TensorContractError(f"{self.operation}: dim is an axis number, not {dim!r}")
-        self._adapter = adapter = adapter_for(value)
-        if adapter.on_devices:
-            self._adapter = adapter = adapter_for_call(adapter, value, settings.device_memory)
+        self._adapter = adapter = adapter_for_call(value, settings.device_memory)
         spec = adapter.spec(value)
         self._plan = plan_of(
             "reduce_scatter", self.operation, self._operator, spec, size, self._order, settings, dim

@@ -81,9 +81,7 @@ class Scatter(Generic[T]):
                     "scatter: the root passes the tensor to scatter, and here value is None on the root"
                 )
             self._like = np.empty(0)
-        self._adapter = adapter = adapter_for(self._like)
-        if adapter.on_devices:
-            self._adapter = adapter = adapter_for_call(adapter, self._like, settings.device_memory)
+        self._adapter = adapter = adapter_for_call(self._like, settings.device_memory)
         if rank == root:
             if self._value is None:
                 raise TensorContractError(

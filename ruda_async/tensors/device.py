@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, Self, cast
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
 
-from .adapter import TensorAdapter, load_torch
+from .adapter import TensorAdapter, adapter_for, load_torch
 
 if TYPE_CHECKING:
     from .arithmetic import Reducer
@@ -26,6 +26,8 @@ __all__ = [
     "reducer_at",
     "say_staged",
 ]
+
+T = TypeVar("T")
 
 _log = logging.getLogger("ruda_async")
 
@@ -90,10 +92,15 @@ def device_memory(view: memoryview) -> DeviceMemory | None:
     return None if type(view) is memoryview else cast(DeviceMemory, view)
 
 
-def adapter_for_call(adapter: TensorAdapter[Any], value: object, resident: bool) -> TensorAdapter[Any]:
-    """`TensorAdapter.for_call` of an adapter that has it; to be asked when a call is made, for its stream."""
-    found: TensorAdapter[Any] = cast(Any, adapter).for_call(value, resident)
-    return found
+def adapter_for_call(value: T, resident: bool) -> TensorAdapter[T]:
+    """`adapter_for`, and of an adapter that has them the one for this call; see `TensorAdapter.for_call`.
+
+    To be asked when the call is made, for its stream.
+    """
+    adapter = adapter_for(value)
+    if adapter.on_devices:
+        adapter = cast(Any, adapter).for_call(value, resident)
+    return adapter
 
 
 def reducer_at(view: memoryview, reducer: Reducer) -> Reducer:
