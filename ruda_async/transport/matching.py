@@ -72,10 +72,9 @@ class Receive:
     Attributes:
         future: done when the buffers are filled; cancelled by the caller to withdraw.
         matched: a message has been found for it.
-        announced: for the transport: the peer was told that this receive waits.
     """
 
-    __slots__ = ("announced", "buffers", "future", "head", "matched", "nbytes", "tag")
+    __slots__ = ("buffers", "future", "head", "matched", "nbytes", "tag")
 
     def __init__(
         self, tag: int, buffers: Sequence[Buffer], head: bytes, nbytes: int, future: asyncio.Future[None]
@@ -86,7 +85,6 @@ class Receive:
         self.nbytes = nbytes
         self.future = future
         self.matched = False
-        self.announced = False
 
     @property
     def live(self) -> bool:
@@ -251,9 +249,9 @@ class Inbox:
         del self._posted[tag]
         return None
 
-    def expects(self, tag: int) -> bool:
-        """Whether a receive of `tag` waits."""
-        return any(receive.live for receive in self._posted.get(tag, ()))
+    def waiting(self, tag: int, beyond: int) -> int:
+        """How many receives of `tag` wait for messages of more than `beyond` bytes."""
+        return sum(r.nbytes > beyond and not r.future.done() for r in self._posted.get(tag, ()))
 
     def repost(self, receive: Receive) -> None:
         """Let a receive wait again, first in its queue: the message it was matched with is not coming."""

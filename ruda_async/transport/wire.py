@@ -71,7 +71,8 @@ OFFER = 2
 READY = 3
 #: A part of the payload of message ``ident``; the part follows.
 DATA = 4
-#: The sender gives up message ``ident``.
+#: The sender gives up message ``ident``; with flag 2, before it began with the payload, so that an
+#: announcement which crossed the offer is not used up. With flag 1 it is the receiver that declines it.
 DROP = 5
 #: ``payload_bytes`` of the budget for early messages are given back; no payload follows.
 CREDIT = 6

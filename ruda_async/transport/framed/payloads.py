@@ -96,6 +96,7 @@ class Inbound:
         "ident",
         "live",
         "nbytes",
+        "presumed",
         "received",
         "tag",
     )
@@ -108,6 +109,8 @@ class Inbound:
         self.ident = ident
         #: The payload comes without a (further) word from this side.
         self.asked = asked
+        #: `asked`, by an announcement that had not reached the sender when it offered the message.
+        self.presumed = False
         self._cost = cost
         self.tag = tag
         self.head = head
@@ -131,7 +134,7 @@ class Inbound:
         self._receive = receive
         self._views = [memoryview(b) for b in receive.buffers if b.nbytes]  # type: ignore[arg-type]
         if self._store is None:
-            self._home.accept(self, receive)
+            self._home.accept(self)
         # Otherwise the payload is half here: it goes on into the store and is copied at the end.
 
     def drop(self) -> None:
@@ -148,19 +151,17 @@ class Inbound:
         if cost:
             self._home.owe(cost)
 
-    def cancel(self, peer: int) -> None:
-        """Its sender gave it up."""
+    def give_up(self, peer: int) -> Receive | None:
+        """Its sender will not finish it; the receive that can wait for another message, if one can."""
         receive, self._receive = self._receive, None
         self.live = False
         self._store = None
         if receive is None or receive.future.done():
-            return
+            return None
         if not self.received:
-            self._home.inbox.repost(receive)
-        else:
-            fail_future(
-                receive.future, CollectiveCancelledError(f"rank {peer} gave up the message", rank=peer)
-            )
+            return receive
+        fail_future(receive.future, CollectiveCancelledError(f"rank {peer} gave up the message", rank=peer))
+        return None
 
     def fail(self, error: BaseException) -> None:
         """The connection is gone."""

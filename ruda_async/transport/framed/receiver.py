@@ -14,7 +14,7 @@ from ..matching import Arrived, Inbox, Receive, scatter
 from .activity import Activity, blocking
 from .guard import Guard
 from .payloads import Inbound
-from .sender import ANNOUNCED, DECLINED, FOLLOWS, OVERHEAD, Sender
+from .sender import ANNOUNCED, DECLINED, FOLLOWS, OVERHEAD, UNSTARTED, Sender
 from .stream import ByteStream, Terms
 
 __all__ = ["Receiver"]
@@ -92,9 +92,9 @@ class Receiver:
         self._current: Inbound | None = None
         self._left = 0
         self._guard = Guard(required=checksum)
-        # Large receives the peer was told of, and announcements that have lost their receive, by tag.
-        self._told: dict[int, list[Receive]] = {}
-        self._spare: dict[int, int] = {}
+        # Announcements the peer has not used yet, by tag. They are not bound to the receives that caused
+        # them: those may be withdrawn or refused, or take a message whose payload is here already.
+        self._held: dict[int, int] = {}
         self.inbox = Inbox(peer, loop)
         self.heard = True
         self.messages = self.bytes = self.early_bytes = 0
@@ -107,7 +107,7 @@ class Receiver:
         if receive is None:
             return DONE
         if receive.nbytes > self._announce_beyond and not receive.matched:
-            self._announce(receive)
+            self._announce(tag)
         return Posted(receive, self)
 
     def look(self, future: asyncio.Future[None]) -> None:
@@ -139,50 +139,49 @@ class Receiver:
             if future.done() or monotonic() > end:
                 return
 
-    def _announce(self, receive: Receive) -> None:
+    def _announce(self, tag: int) -> None:
         """Tell the peer that a large receive waits, so that its message need not be offered first."""
-        receive.announced = True
-        tag = receive.tag
-        spare = self._spares(tag)
-        if spare:
-            self._set_spare(tag, spare - 1)
-        else:
+        held = self._held.get(tag, 0)
+        if held < self.inbox.waiting(tag, self._announce_beyond):
+            self._held[tag] = held + 1
             self._sender.control(wire.encode(wire.READY, tag, flags=ANNOUNCED))
-        self._told.setdefault(tag, []).append(receive)
 
-    def _answered(self, receive: Receive) -> None:
-        """The announcement of `receive` has had its effect, or has lost its receive."""
-        receive.announced = False
-        told = self._told.get(receive.tag, [])
-        if receive in told:
-            told.remove(receive)
-            if not told:
-                del self._told[receive.tag]
+    def _take_announcement(self, tag: int) -> bool:
+        """A message of the peer's uses up one of the announcements it holds, if it holds any."""
+        held = self._held.get(tag, 0)
+        if held > 1:
+            self._held[tag] = held - 1
+        elif held:
+            del self._held[tag]
+        return held > 0
 
-    def _spares(self, tag: int) -> int:
-        """How many announcements of `tag` have lost their receive; those cancelled just now are seen too."""
-        for receive in list(self._told.get(tag, ())):
-            if receive.future.cancelled():
-                self._answered(receive)
-                self._set_spare(tag, self._spare.get(tag, 0) + 1)
-        return self._spare.get(tag, 0)
-
-    def _set_spare(self, tag: int, count: int) -> None:
-        if count:
-            self._spare[tag] = count
-        else:
-            self._spare.pop(tag, None)
-
-    def accept(self, inbound: Inbound, receive: Receive) -> None:
+    def accept(self, inbound: Inbound) -> None:
         """A message has found its receive: ask for the payload, unless it comes without a word."""
-        if receive.announced:
-            self._answered(receive)
-        elif not inbound.asked:
+        if not inbound.asked:
+            inbound.asked = True
             self._sender.control(wire.encode(wire.READY, ident=inbound.ident))
-        inbound.asked = True
         if not inbound.nbytes:
             self._inbound.pop(inbound.ident, None)
             inbound.advance(0)
+
+    def _given_up(self, inbound: Inbound, unstarted: bool) -> None:
+        """The sender of a message will not finish it; `unstarted`: it had not begun with the payload."""
+        tag = inbound.tag
+        if unstarted and inbound.presumed and not self.is_stale(tag):
+            self._give_back(tag)
+        receive = inbound.give_up(self._peer)
+        if receive is not None:
+            self.inbox.repost(receive)
+            if receive.nbytes > self._announce_beyond and not receive.matched:
+                self._announce(tag)
+
+    def _give_back(self, tag: int) -> None:
+        """The sender took back an offer before our announcement reached it: what will it use that for?"""
+        for inbound in self._inbound.values():
+            if inbound.tag == tag and not inbound.asked and inbound.nbytes > self._announce_beyond:
+                inbound.asked = inbound.presumed = True
+                return
+        self._held[tag] = self._held.get(tag, 0) + 1
 
     def decline(self, inbound: Inbound) -> None:
         """Nobody will receive an offered message: let its sender go on."""
@@ -328,7 +327,7 @@ class Receiver:
                     scatter(payload, receive.buffers)
                 receive.finish()
             else:
-                self._refuse(receive, head, nbytes)
+                receive.refuse(self._peer, head, nbytes)
         elif self.is_stale(tag):
             self.owe(nbytes + OVERHEAD)
         else:
@@ -352,8 +351,8 @@ class Receiver:
         self.bytes += nbytes
         if (nbytes > self._announce_beyond) is not follows:
             raise ProtocolError(f"a message of {nbytes} bytes came without an offer")
-        if follows and not self.inbox.expects(tag):
-            self._use_spare(tag, nbytes)
+        if follows:
+            self._follow(tag, nbytes)
         cost = 0 if follows else nbytes + OVERHEAD
         self._spend(cost)
         inbound = Inbound(self, -1, tag, head, nbytes, asked=True, cost=cost)
@@ -372,18 +371,8 @@ class Receiver:
         elif inbound.nbytes == receive.nbytes and inbound.head == receive.head:
             inbound.deliver(receive)
         else:
-            if receive.announced and inbound.nbytes > self._announce_beyond:
-                self._answered(receive)
-                inbound.asked = True  # the sender takes the announcement for this message's
-            self._refuse(receive, inbound.head, inbound.nbytes)
+            receive.refuse(self._peer, inbound.head, inbound.nbytes)
             inbound.drop()
-
-    def _refuse(self, receive: Receive, head: bytes, nbytes: int) -> None:
-        """A message is not the one its receive asked for."""
-        if receive.announced:
-            self._answered(receive)
-            self._set_spare(receive.tag, self._spare.get(receive.tag, 0) + 1)
-        receive.refuse(self._peer, head, nbytes)
 
     def _handle(self, frame: wire.Frame, head: bytes) -> None:
         """A frame without payload."""
@@ -402,7 +391,7 @@ class Receiver:
             else:
                 inbound = self._inbound.pop(ident, None)
                 if inbound is not None:
-                    inbound.cancel(self._peer)
+                    self._given_up(inbound, bool(flags & UNSTARTED))
         elif kind == wire.CREDIT:
             sender.on_credit(frame.payload_bytes)
         elif kind == wire.BYE:
@@ -421,20 +410,15 @@ class Receiver:
         follows = bool(frame.flags & FOLLOWS)
         inbound = Inbound(self, frame.ident, tag, head, frame.payload_bytes, asked=follows)
         self._inbound[frame.ident] = inbound
-        if frame.payload_bytes > self._announce_beyond and not self.inbox.expects(tag):
-            if follows:
-                self._use_spare(tag, frame.payload_bytes)
-            elif self._spares(tag):  # the sender will take our announcement for this message's
-                self._use_spare(tag, frame.payload_bytes)
-                inbound.asked = True
+        if follows:
+            self._follow(tag, frame.payload_bytes)
+        elif frame.payload_bytes > self._announce_beyond and self._take_announcement(tag):
+            inbound.asked = inbound.presumed = True  # they cross: the sender will take it for this offer
         self._match(inbound)
 
-    def _use_spare(self, tag: int, nbytes: int) -> None:
-        """A message goes by an announcement whose receive was withdrawn."""
-        spare = self._spares(tag)
-        if spare:
-            self._set_spare(tag, spare - 1)
-        elif not self.is_stale(tag):
+    def _follow(self, tag: int, nbytes: int) -> None:
+        """A message comes by an announcement, whose own receive may have been withdrawn since."""
+        if not self._take_announcement(tag) and not self.is_stale(tag):
             raise ProtocolError(f"{nbytes} bytes follow that nobody was ready for")
 
     # ------------------------------------------------------------------ ending
@@ -442,8 +426,7 @@ class Receiver:
     def fail(self, tag: int, error: BaseException) -> None:
         """See `Transport.fail`."""
         self.inbox.fail(tag, error)
-        self._told.pop(tag, None)
-        self._spare.pop(tag, None)
+        self._held.pop(tag, None)
         for inbound in self._under_way():
             if inbound.tag == tag:
                 inbound.fail(error)

@@ -15,10 +15,11 @@ from .activity import Activity
 from .payloads import Item, Outbound
 from .stream import ByteStream, Terms
 
-__all__ = ["ANNOUNCED", "DECLINED", "FOLLOWS", "OVERHEAD", "Sender"]
+__all__ = ["ANNOUNCED", "DECLINED", "FOLLOWS", "OVERHEAD", "UNSTARTED", "Sender"]
 
 #: Flags of OFFER, READY and DROP; see `wire`.
 FOLLOWS = ANNOUNCED = DECLINED = 1
+UNSTARTED = 2
 #: What an early message costs the receiver beyond its payload.
 OVERHEAD = 128
 #: Payload bytes in one part of a large message.
@@ -204,7 +205,7 @@ class Sender:
         message = self._offers.get(ident)
         if message is not None:
             self._unoffer(message)
-            self.control(wire.encode(wire.DROP, ident=ident))
+            self.control(wire.encode(wire.DROP, ident=ident, flags=UNSTARTED))
         else:
             message = next((m for m in self._streams if m.ident == ident), None)
         if message is not None and not message.future.done():
@@ -227,7 +228,7 @@ class Sender:
     def _take_back(self, message: Outbound) -> None:
         """An offer's sender was cancelled or failed before the receiver asked for it."""
         if self._unoffer(message):
-            self.control(wire.encode(wire.DROP, ident=message.ident))
+            self.control(wire.encode(wire.DROP, ident=message.ident, flags=UNSTARTED))
 
     def _unoffer(self, message: Outbound) -> bool:
         if self._offers.pop(message.ident, None) is None:
