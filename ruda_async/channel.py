@@ -135,7 +135,8 @@ class Channel:
             if failure is not None:
                 operation.fail(self._from_peer(operation, failure))
         if self.lost is not None:
-            operation.fail(PeerLostError(f"{operation}: {self.lost}", rank=self.lost.rank))
+            assert self.lost.rank is not None
+            operation.fail(notices.lost_in_call(operation, self.lost, self.lost.rank))
         if operation.error is not None:
             raise operation.error
         self.node.watch(operation)
@@ -226,7 +227,7 @@ class Channel:
         rank = self.members.index(member)
         self.lost = self.lost or PeerLostError(str(error), rank=rank)
         for operation in list(self.active.values()):
-            operation.fail(PeerLostError(f"{operation}: {error}", rank=rank))
+            operation.fail(notices.lost_in_call(operation, error, rank))
 
     def on_deadline(self, operation: Operation) -> None:
         """The call's time is up."""
@@ -235,9 +236,10 @@ class Channel:
         failure = notices.Failure("timeout", self.rank, text)
         silent = tuple(r for r in range(self.size) if r not in operation.present)
         self.node.flight.trigger(f"{operation}: {text}")
+        heard = f" (no word of it from rank {', '.join(map(str, silent[:8]))})" if silent else ""
         operation.fail(
             CollectiveTimeoutError(
-                f"{operation}: {text}; see that every rank makes this call, or raise timeout=",
+                f"{operation}: {text}{heard}; see that every rank makes this call, or raise timeout=",
                 rank=self.rank,
                 missing=silent,
             )

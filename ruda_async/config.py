@@ -31,14 +31,16 @@ from .url import HIDDEN
 __all__ = ["CommonParameters", "Config", "environment", "resolve"]
 
 _MAX_SECRET_FILE = 1 << 20
+#: Beyond any job of today; a slip of the finger is to be told at once.
+_MOST_RANKS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class CommonParameters:
     """Parameters of every URL."""
 
-    rank: int | None = param(None, doc="this rank, from 0 on", minimum=0)
-    world_size: int | None = param(None, doc="the number of ranks", minimum=1)
+    rank: int | None = param(None, doc="this rank, from 0 on", minimum=0, maximum=_MOST_RANKS - 1)
+    world_size: int | None = param(None, doc="the number of ranks", minimum=1, maximum=_MOST_RANKS)
     timeout: float = param(
         300.0, doc="how long joining, and any one call, may take", unit="s", minimum=1e-3, maximum=1e9
     )
@@ -187,6 +189,7 @@ def resolve(
     _check_rank(shared, place.scheme)
     assert shared.rank is not None
     assert shared.world_size is not None
+    _make_folder(shared.trace_dir)
     listen_fd = _listen_fd(environ) if place.inherited and shared.rank == 0 else None
     if place.port in (None, 0) and not place.ports and listen_fd is None and placed is None:
         check_port(place, shared.world_size)
@@ -240,6 +243,17 @@ def _listen_fd(environ: Mapping[str, str]) -> int | None:
 
 
 # ---------------------------------------------------------------------- checks
+
+
+def _make_folder(folder: Path | None) -> None:
+    """Records that cannot be written would be missed only after the failure that they are about."""
+    try:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"trace_dir={str(folder)!r:.200} cannot be made: {error.strerror}; name a folder that can be"
+        ) from None
 
 
 def _check_rank(shared: CommonParameters, scheme: str) -> None:

@@ -62,12 +62,17 @@ class Failure(NamedTuple):
         if self.code == "timeout":
             return CollectiveTimeoutError(f"{context}: rank {rank} gave up: {self.text}", rank=rank)
         if self.code == "lost":
-            return PeerLostError(f"{context}: {self.text}", rank=rank)
+            return lost_in_call(context, self.text, rank)
         if self.code == "left":
             return PeerLostError(f"{context}: {self.text}", rank=rank, orderly=True)
         if self.code == "cancelled":
             return CollectiveCancelledError(f"{context}: rank {rank} cancelled it: {self.text}", rank=rank)
         return CollectiveCancelledError(f"{context}: rank {rank} failed in it: {self.text}", rank=rank)
+
+
+def lost_in_call(context: object, reason: object, rank: int) -> PeerLostError:
+    """What a call raises that cannot finish because a rank died."""
+    return PeerLostError(f"{context}: {reason}; shrink() goes on without it", rank=rank)
 
 
 def mismatch(me: int, peer: int, error: UnexpectedMessage) -> Failure:

@@ -219,6 +219,7 @@ MISTAKES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("nett://h:1", {}, ["unknown scheme 'nett'", "did you mean 'net'?", "lab"]),
     ("slow+nett://h:1", {}, ["unknown scheme 'nett'"]),
     ("slow://h:1", {}, ["slow+"]),
+    ("torch+glo://h:1", {}, ["unknown scheme 'torch+glo'", "did you mean 'torch+gloo'?"]),
     # host and port
     ("net://h:99999", {}, ["port 99999", "1 to 65535"]),
     ("net://h:" + "9" * 5000, {}, ["out of range"]),
@@ -254,10 +255,10 @@ MISTAKES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("net://h:1?order=anny", {}, ["order='anny'", "did you mean 'any'?", "exact, any"]),
     # rank, world size, timeout
     ("net://h:1?rank=x", {"rank": None}, ["rank='x'", "whole number"]),
-    ("net://h:1", {"rank": -1}, ["rank=-1", "at least 0"]),
+    ("net://h:1", {"rank": -1}, ["rank=-1", "from 0"]),
     ("net://h:1", {"rank": 4}, ["rank=4", "world_size=4", "from 0 to 3"]),
     ("net://h:1", {"rank": True}, ["rank=True", "whole number"]),
-    ("net://h:1", {"world_size": 0}, ["world_size=0", "at least 1"]),
+    ("net://h:1", {"world_size": 0}, ["world_size=0", "from 1"]),
     ("net://h:1", {"rank": None}, ["needs rank:", "connect(rank=…)", "?rank=0", "RUDA_RANK"]),
     ("net://h:1", {"world_size": None}, ["connect(world_size=…)", "?world_size=2", "RUDA_WORLD_SIZE"]),
     ("net://h:1", {"rank": None, "world_size": None}, ["needs rank and world_size", "rank=0&world_size=2"]),
@@ -265,6 +266,9 @@ MISTAKES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("net://h:1", {"timeout": -5}, ["timeout=-5", "out of range"]),
     ("net://h:1", {"timeout": float("nan")}, ["timeout=nan", "number of seconds"]),
     ("net://h:1?timeout=long", {}, ["timeout='long'", "number of seconds"]),
+    ("net://h:1", {"world_size": 99999999999}, ["world_size=99999999999", "from 1 to 65536"]),
+    ("net://h:1?budget=99999999999999999999", {}, ["budget='99999999999999999999'", "below 2**63"]),
+    ("net://h:1", {"trace_dir": "/dev/null/x"}, ["trace_dir='/dev/null/x'", "name a folder"]),
     # the environment
     (URL, {"rank": None, "environ": {"RUDA_RANK": "one"}}, ["RUDA_RANK='one'", "whole number"]),
     (URL, {"environ": {"RUDA_TIMEOUT": "soon"}}, ["RUDA_TIMEOUT='soon'", "number of seconds"]),

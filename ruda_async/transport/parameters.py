@@ -198,6 +198,8 @@ def _convert(hint: Any, spec: _Spec, label: str, value: Any) -> Any:
         guess = near(str(converted), spec.choices) or ";"
         raise ConfigError(f"{label}={value!r:.80} is not known{guess} it is one of {choices}")
     low, high = spec.minimum, spec.maximum
+    if type(converted) is int and high is None and converted >= 1 << 63:
+        raise ConfigError(f"{label}={value!r:.80} is out of range; it must be below 2**63")
     if isinstance(converted, (int, float)) and (
         (low is not None and converted < low) or (high is not None and converted > high)
     ):

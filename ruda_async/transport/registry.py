@@ -136,10 +136,9 @@ def get_plugin(scheme: str) -> Plugin:
     outer, plus, inner = scheme.partition("+")
     if not plus or outer not in known:
         listed = ", ".join(known) or "none; install ruda-async itself (pip install . in its checkout)"
-        where = f" in {scheme!r:.80}" if plus else ""
-        raise ConfigError(
-            f"unknown scheme {outer!r:.80}{where}{near(outer, known) or ';'} there are {listed}"
-        )
+        whole = not plus or any(name.startswith(f"{outer}+") for name in known)
+        name, where = (scheme, "") if whole else (outer, f" in {scheme!r:.80}")
+        raise ConfigError(f"unknown scheme {name!r:.80}{where}{near(name, known) or ';'} there are {listed}")
     wrapper = known[outer].load()
     if not _wraps(wrapper):
         raise ConfigError(

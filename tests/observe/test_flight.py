@@ -139,7 +139,7 @@ async def test_many_timeouts_at_once_are_one_record(tmp_path: Path) -> None:
 async def test_a_folder_that_cannot_be_written_is_logged_and_no_more(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "file").touch()
+    folder = tmp_path / "records"
     logged = threading.Event()
 
     class Heard(logging.Handler):
@@ -151,12 +151,15 @@ async def test_a_folder_that_cannot_be_written_is_logged_and_no_more(
     flight.log.addHandler(heard)
 
     async def body(comm: AsyncCommunicator) -> None:
+        await comm.barrier()
         if comm.rank:
+            folder.rmdir()  # it was made when the job was set up
+            folder.touch()
             assert isinstance(await outcome(comm.barrier(timeout=0.1)), CollectiveTimeoutError)
         await comm.channel("end").barrier()
 
     try:
-        await run_ranks(2, body, trace_dir=tmp_path / "file")
+        await run_ranks(2, body, trace_dir=folder)
         assert await asyncio.to_thread(logged.wait, 20)
     finally:
         flight.log.removeHandler(heard)
