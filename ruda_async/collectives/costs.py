@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from ..transport.base import Capabilities
 
-__all__ = ["Case", "case_of"]
+__all__ = ["Case", "case_of", "overhead_of"]
 
+#: Seconds of a rank's own work in a round, beyond its messages: what the interpreter needs.
+_WORK = 10e-6
 #: The share of a message's latency that is the ranks' own work, where the transport does not say it: what
 #: further messages of a round cost. Measured over TCP and shared memory with as many ranks as cores.
 _OVERHEAD = 0.4
@@ -28,7 +30,7 @@ _WHOLE = 1.15
 _CROWD, _FREELY, _CROWDED = 0.01, 8, 1.12
 #: Through shared memory: how many rounds' latency it takes until all is told, and the share of a message's
 #: time per byte that reading takes. Measured with two ranks on two cores.
-_SHOWING, _SEEN = 8, 1 / 3
+_SHOWING, _SEEN = 4, 1 / 3
 
 
 class Case(NamedTuple):
@@ -38,7 +40,7 @@ class Case(NamedTuple):
         nbytes: bytes of this rank's input (for a broadcast: of the tensor).
         wide: bytes that an algorithm sends where it has to send unrounded partial results.
         size: the number of ranks.
-        alpha: seconds for an empty message, one way.
+        alpha: seconds for a round with an empty message, one way.
         overhead: seconds for each further message of a round.
         beta: seconds for a byte on its way.
         gamma: seconds to combine a byte with another one.
@@ -119,17 +121,23 @@ class Case(NamedTuple):
         return self.alpha / self.beta
 
 
+def overhead_of(capabilities: Capabilities) -> float:
+    """Seconds for each further message of a round, said by the transport or not."""
+    own = capabilities.overhead
+    return capabilities.latency * _OVERHEAD if own is None else own
+
+
 def case_of(nbytes: int, size: int, capabilities: Capabilities, widens: bool, unbounded: bool) -> Case:
     """The case of a call over a transport; see `selector.choose` for the arguments."""
-    overhead, hosts = capabilities.overhead, capabilities.hosts
+    hosts = capabilities.hosts
     if hosts is not None and len(hosts) != size:
         hosts = None
     return Case(
         nbytes=nbytes,
         wide=2 * nbytes if widens else nbytes,
         size=size,
-        alpha=capabilities.latency,
-        overhead=capabilities.latency * _OVERHEAD if overhead is None else overhead,
+        alpha=capabilities.latency + _WORK,
+        overhead=overhead_of(capabilities) + _WORK * _OVERHEAD,
         beta=1 / capabilities.bandwidth,
         gamma=1 / capabilities.reduction,
         shared=capabilities.shared_memory and unbounded,

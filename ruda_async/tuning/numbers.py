@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..collectives.costs import case_of
+from ..collectives.costs import overhead_of
 from ..errors import ProtocolError
 
 if TYPE_CHECKING:
@@ -55,10 +55,9 @@ class Numbers(NamedTuple):
 
 def numbers_of(capabilities: Capabilities) -> Numbers:
     """What a transport declares, with what it leaves open filled in."""
-    case = case_of(0, 2, capabilities, False, True)
-    return Numbers(
-        float(case.alpha), float(case.overhead), float(capabilities.bandwidth), float(capabilities.reduction)
-    )
+    overhead = overhead_of(capabilities)
+    latency, bandwidth, reduction = capabilities.latency, capabilities.bandwidth, capabilities.reduction
+    return Numbers(float(latency), float(overhead), float(bandwidth), float(reduction))
 
 
 def with_numbers(capabilities: Capabilities, numbers: Numbers, segment_bytes: int) -> Capabilities:

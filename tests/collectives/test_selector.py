@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ruda_async.collectives.costs import case_of
 from ruda_async.collectives.operation import Settings
 from ruda_async.collectives.selector import choose, known_algorithms
 from ruda_async.errors import ConfigError
@@ -176,8 +177,12 @@ def test_estimates_grow_with_bytes_and_ranks(size: int, nbytes: int) -> None:
 
 def test_the_textbook_forms() -> None:
     """Against Thakur, Rabenseifner & Gropp (2005) and Chan et al. (2007), where no term of ours is added."""
-    alpha, beta, gamma, size, nbytes = 1e-5, 1e-9, 1e-10, 8, 1 << 20
-    model = Capabilities(latency=alpha, bandwidth=1 / beta, overhead=alpha, reduction=1 / gamma)
+    beta, gamma, size, nbytes = 1e-9, 1e-10, 8, 1 << 20
+    model = Capabilities(latency=1e-5, bandwidth=1 / beta, overhead=1e-5, reduction=1 / gamma)
+    # What a round and a further message cost is more than the transport's part of it.
+    case = case_of(nbytes, size, model, False, True)
+    alpha, further = case.alpha, case.overhead
+    assert (alpha, further) > (model.latency, model.overhead)
 
     def seconds(operation: str, exact: bool = True) -> dict[str, float]:
         return dict(choose(operation, nbytes, size, model, Settings(), exact=exact).estimates)
@@ -189,7 +194,8 @@ def test_the_textbook_forms() -> None:
     assert seconds("all_gather")["ring"] == pytest.approx((size - 1) * (alpha + nbytes * beta))
     assert seconds("broadcast")["binomial"] == pytest.approx(lg * (alpha + nbytes * beta))
     assert seconds("broadcast")["scatter_all_gather"] == pytest.approx(
-        2 * (size - 1) * alpha + 2 * moved * beta  # a scatter that is direct, where theirs is a tree
+        # A scatter that is direct, where theirs is a tree.
+        size * alpha + (size - 2) * further + 2 * moved * beta
     )
     assert seconds("barrier")["dissemination"] == pytest.approx(lg * alpha)
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ruda_async.transport.base import Buffer
-from ruda_async.transport.framed.activity import Activity
+from ruda_async.transport.framed.activity import Activity, Looking
 from ruda_async.transport.framed.link import Link
 from ruda_async.transport.framed.stream import Terms
 
@@ -109,10 +109,8 @@ class Side:
 
 def future_of(awaitable: Awaitable[None]) -> asyncio.Future[None]:
     """The future behind what the link returned; done if the link was."""
-    inner = getattr(awaitable, "_receive", None)
-    if inner is not None:
-        future: asyncio.Future[None] = inner.future
-        return future
+    if isinstance(awaitable, Looking):
+        return awaitable._future
     if isinstance(awaitable, asyncio.Future):
         return awaitable
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -126,7 +126,9 @@ def test_numbers_replace_what_a_transport_declares() -> None:
     assert numbers_of(agreed) == OTHER
     assert (agreed.segment_bytes, agreed.max_message) == (4096, 77)
     case = case_of(10, 4, agreed, True, True)
-    assert (case.alpha, case.overhead, case.beta, case.gamma) == (5e-5, 0.0, 1 / 6e8, 1 / 7e9)
+    plain = case_of(10, 4, with_numbers(declared, OTHER._replace(latency=1e-5), 4096), True, True)
+    assert case.alpha - plain.alpha == pytest.approx(4e-5)
+    assert (case.overhead, case.beta, case.gamma) == (plain.overhead, 1 / 6e8, 1 / 7e9)
     assert (case.nbytes, case.wide) == (10, 20)
 
 

@@ -6,12 +6,13 @@ import asyncio
 import os
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .sender import Sender
 
-__all__ = ["Activity", "activity_of", "blocking", "patience"]
+__all__ = ["Activity", "Looking", "activity_of", "blocking", "patience"]
 
 
 class _Blocking(threading.local):
@@ -38,6 +39,23 @@ def patience(seconds: float, ranks: int) -> float:
     except AttributeError:  # not on every system
         cores = os.cpu_count() or 1
     return seconds if ranks <= cores else 0.0
+
+
+class Looking:
+    """A message that waits for its peer; awaiting it looks at the stream first, which may save a turn of
+    the loop."""
+
+    __slots__ = ("_future", "_look")
+
+    def __init__(self, future: asyncio.Future[None], look: Callable[[asyncio.Future[None]], None]) -> None:
+        self._future = future
+        self._look = look
+
+    def __await__(self) -> Generator[Any, None, None]:
+        future = self._future
+        if not future.done():
+            self._look(future)
+        return (yield from future)
 
 
 class Activity:

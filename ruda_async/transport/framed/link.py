@@ -51,6 +51,7 @@ class Link:
         self.receiver = Receiver(
             peer, stream, ours, self.sender, loop, activity, is_stale, self._said_bye, self._ended, checksum
         )
+        self.sender.look = self.receiver.look
         self.inbox = self.receiver.inbox
         self.over: asyncio.Future[None] = loop.create_future()
         self.missed = 0

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from time import monotonic
-from typing import Any
 
 from ...errors import ProtocolError
 from .. import wire
 from ..base import DONE, Buffer
 from ..matching import Arrived, Inbox, Receive, scatter
-from .activity import Activity, blocking
+from .activity import Activity, Looking, blocking
 from .guard import Guard
 from .payloads import Inbound
 from .sender import ANNOUNCED, DECLINED, FOLLOWS, OVERHEAD, UNSTARTED, Sender
@@ -29,22 +28,6 @@ _PEEK = 2048
 _BITE = 256 * 1024
 #: Misses in a row after which the next twice as many waits do not look at the stream first.
 _LUCK = 8
-
-
-class Posted:
-    """A receive that waits; awaiting it looks at the stream first, which may save a turn of the loop."""
-
-    __slots__ = ("_receive", "_receiver")
-
-    def __init__(self, receive: Receive, receiver: Receiver) -> None:
-        self._receive = receive
-        self._receiver = receiver
-
-    def __await__(self) -> Generator[Any, None, None]:
-        future = self._receive.future
-        if not future.done():
-            self._receiver.look(future)
-        return (yield from future)
 
 
 class Receiver:
@@ -108,7 +91,7 @@ class Receiver:
             return DONE
         if receive.nbytes > self._announce_beyond and not receive.matched:
             self._announce(tag)
-        return Posted(receive, self)
+        return Looking(receive.future, self.look)
 
     def look(self, future: asyncio.Future[None]) -> None:
         """Somebody is about to wait for `future`: read what is there or comes within moments.

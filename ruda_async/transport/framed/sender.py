@@ -11,7 +11,7 @@ from typing import Any
 from .. import wire
 from ..base import DONE, Buffer
 from ..matching import fail_future
-from .activity import Activity
+from .activity import Activity, Looking
 from .payloads import Item, Outbound
 from .stream import ByteStream, Terms
 
@@ -37,6 +37,7 @@ class Sender:
 
     Attributes:
         loop: the event loop that writes.
+        look: reads what the peer has said; given by the link.
         refusal: why nothing can be sent any more, once that is so.
         spoke: something was written since the last ping.
         bye_sent: the goodbye is queued or written.
@@ -68,6 +69,7 @@ class Sender:
         self._writing = False
         self._flushing = False
         self._ended = False
+        self.look: Callable[[asyncio.Future[None]], None] = _look_nowhere
         self.refusal: BaseException | None = None
         self.spoke = False
         self.bye_sent = False
@@ -170,7 +172,7 @@ class Sender:
             self._offered_tags.setdefault(tag, deque()).append(message)
             future.add_done_callback(lambda _: self._take_back(message))
             self.control(wire.encode(wire.OFFER, tag, nbytes, head, ident))
-        return future
+        return Looking(future, self.look)
 
     def _start(self, message: Outbound) -> None:
         """Let the payload flow."""
@@ -352,6 +354,10 @@ class Sender:
         self._offered_tags.clear()
         for future in waiting:
             fail_future(future, error)
+
+
+def _look_nowhere(_: object) -> None:
+    """There is no receiver yet."""
 
 
 def _rest(views: list[memoryview], sent: int) -> list[memoryview]:
