@@ -9,7 +9,7 @@ from time import monotonic
 from ...errors import ProtocolError
 from .. import wire
 from ..base import DONE, Buffer
-from ..matching import Arrived, Inbox, Receive, scatter
+from ..matching import Arrived, Inbox, scatter
 from .activity import Activity, Looking, blocking
 from .guard import Guard
 from .payloads import Inbound
