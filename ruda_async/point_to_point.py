@@ -7,8 +7,9 @@ A message says its dtype and shape in its head, so a receiver need not know them
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -18,11 +19,13 @@ from .errors import (
     CommunicatorClosedError,
     PeerLostError,
     ProtocolError,
+    RudaError,
     TensorContractError,
 )
 from .observe.recorder import Transfer
 from .tags import channel_id, tag_of
 from .tensors import TensorSpec, adapter_for_call, dtype_of
+from .within import Within
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -34,75 +37,125 @@ if TYPE_CHECKING:
 __all__ = ["PointToPoint"]
 
 
+class _Turn:
+    """Receives of one peer and tag take turns, in the order in which they were called."""
+
+    __slots__ = ("_next", "taken")
+
+    def __init__(self) -> None:
+        self.taken = False
+        self._next: deque[asyncio.Future[None]] = deque()
+
+    async def take(self, deadline: float) -> None:
+        """Wait for the turn.
+
+        Raises:
+            TimeoutError
+        """
+        if not self.taken:
+            self.taken = True
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._next.append(turn)
+        try:
+            await Within(turn, deadline)
+        except BaseException:
+            if turn.done() and not turn.cancelled():
+                self.give_back()  # it came, but too late
+            raise
+
+    def give_back(self) -> None:
+        """The turn is over."""
+        while self._next:
+            turn = self._next.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self.taken = False
+
+
 class PointToPoint:
     """The point-to-point side of one channel."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._tags: dict[int, int] = {}
-        self._turns: dict[tuple[int, int], asyncio.Lock] = {}
+        self._turns: dict[tuple[int, int], _Turn] = {}
 
     async def send(self, value: Any, dest: int, tag: int, timeout: float) -> None:
         """Send a tensor to group rank `dest`."""
         channel = self._channel
-        call = f"send to rank {dest} (tag {tag})"
-        member, wire_tag = self._address(dest, tag, call)
+        member, wire_tag = self._address("send", dest, tag)
+        transfer = Transfer(channel, "send", dest, tag)
         try:
             adapter = self._find(value)
             spec = adapter.spec(value)
         except TensorContractError as error:
-            raise error.at(f"rank {channel.rank}, {call}", channel.rank) from None
-        head = fingerprint("send", spec.dtype, spec.shape)
-        transfer = Transfer(channel, "send", dest, tag)
-        async with self._bounded(call, (dest,), timeout, transfer):
+            raise error.at(self._where(transfer), channel.rank) from None
+        transfer.head = head = fingerprint("send", spec.dtype, spec.shape)
+        self._begin(transfer)
+        try:
             data = adapter.read(value)
-            transfer.head = head
             transfer.sent = data.nbytes
-            await channel.node.transport.send(member, wire_tag, (data,), head)
+            deadline = transfer.started + timeout
+            await Within(channel.node.transport.send(member, wire_tag, (data,), head), deadline)
+        except BaseException as error:
+            self._failed(transfer, error, timeout, (dest,))
+        self._succeeded(transfer)
 
     async def recv(self, source: int, tag: int, like: Any, out: Any, timeout: float) -> Any:
         """Receive the next tensor that group rank `source` sent with `tag`."""
         channel = self._channel
-        call = f"recv from rank {source} (tag {tag})"
-        member, wire_tag = self._address(source, tag, call)
-        adapter = self._adapter(like, out, call)
-        # Receives of one tag are served in the order in which they were called.
+        member, wire_tag = self._address("recv", source, tag)
         transfer = Transfer(channel, "recv", source, tag)
-        async with self._bounded(call, (source,), timeout, transfer), self._turn(member, wire_tag):
-            envelope = await channel.node.transport.probe(member, wire_tag)
-            transfer.head = envelope.head
-            transfer.received = envelope.nbytes
-            target = await self._take(source, wire_tag, envelope, adapter, like, out, call)
-        return target.finish()
+        adapter = self._adapter(like, out, transfer)
+        self._begin(transfer)
+        try:
+            deadline = transfer.started + timeout
+            turn = self._turn(member, wire_tag)
+            await turn.take(deadline)
+            try:
+                envelope = await Within(channel.node.transport.probe(member, wire_tag), deadline)
+                target = await self._take(transfer, wire_tag, envelope, adapter, like, out, deadline)
+            finally:
+                self._give_back(turn, member, wire_tag)
+            result = target.finish()
+        except BaseException as error:
+            self._failed(transfer, error, timeout, (source,))
+        self._succeeded(transfer)
+        return result
 
     async def recv_any(self, tag: int, like: Any, out: Any, timeout: float) -> tuple[Any, int]:
         """Receive the next tensor that any other group rank sent with `tag`; it and its source."""
         channel = self._channel
-        call = f"recv from any rank (tag {tag})"
+        transfer = Transfer(channel, "recv", -1, tag)
         peers = [rank for rank in range(channel.size) if rank != channel.rank]
         if not peers:
-            raise TensorContractError(
-                f"rank {channel.rank}, {call}: there is no other rank", rank=channel.rank
-            )
+            raise TensorContractError(f"{self._where(transfer)}: there is no other rank", rank=channel.rank)
         for peer in peers:
-            _, wire_tag = self._address(peer, tag, call)
-        adapter = self._adapter(like, out, call)
-        transfer = Transfer(channel, "recv", -1, tag)
-        async with (
-            self._bounded(call, tuple(peers), timeout, transfer),
-            self._first(peers, wire_tag) as (source, envelope),
-        ):
-            transfer.sequence = (source, tag)
-            transfer.head = envelope.head
-            transfer.received = envelope.nbytes
-            target = await self._take(source, wire_tag, envelope, adapter, like, out, call)
-        return target.finish(), source
+            _, wire_tag = self._address("recv", peer, tag)
+        adapter = self._adapter(like, out, transfer)
+        deadline = transfer.started + timeout
+        self._begin(transfer)
+        try:
+            async with self._first(peers, wire_tag, deadline) as (source, envelope):
+                transfer.sequence = (source, tag)
+                target = await self._take(transfer, wire_tag, envelope, adapter, like, out, deadline)
+            result = target.finish()
+        except BaseException as error:
+            self._failed(transfer, error, timeout, tuple(peers))
+        self._succeeded(transfer)
+        return result, source
 
     @asynccontextmanager
-    async def _first(self, peers: list[int], wire_tag: int) -> AsyncIterator[tuple[int, Envelope]]:
+    async def _first(
+        self, peers: list[int], wire_tag: int, deadline: float
+    ) -> AsyncIterator[tuple[int, Envelope]]:
         """The first of `peers` whose message is there, inside its turn; the others' turns are given back."""
         channel = self._channel
-        probes = {asyncio.ensure_future(self._turn_and_probe(peer, wire_tag)): peer for peer in peers}
+        probes = {
+            asyncio.ensure_future(self._turn_and_probe(peer, wire_tag, deadline)): peer for peer in peers
+        }
         try:
             pending = set(probes)
             found: asyncio.Task[Envelope] | None = None
@@ -122,45 +175,57 @@ class PointToPoint:
             await asyncio.gather(*probes, return_exceptions=True)
             for task, peer in probes.items():
                 if not task.cancelled() and task.exception() is None:
-                    self._turn(channel.members[peer], wire_tag).release()
+                    member = channel.members[peer]
+                    self._give_back(self._turn(member, wire_tag), member, wire_tag)
 
-    async def _turn_and_probe(self, peer: int, wire_tag: int) -> Envelope:
+    async def _turn_and_probe(self, peer: int, wire_tag: int, deadline: float) -> Envelope:
         """Wait for the next message from `peer`, and keep the turn to take it."""
         member = self._channel.members[peer]
         turn = self._turn(member, wire_tag)
-        await turn.acquire()
+        await turn.take(deadline)
         try:
-            return await self._channel.node.transport.probe(member, wire_tag)
+            return await Within(self._channel.node.transport.probe(member, wire_tag), deadline)
         except BaseException:
-            turn.release()
+            self._give_back(turn, member, wire_tag)
             raise
 
     def _find(self, value: object) -> TensorAdapter[Any]:
         """The adapter for a tensor, for this call."""
         return adapter_for_call(value, self._channel.node.device_memory)
 
-    def _turn(self, member: int, wire_tag: int) -> asyncio.Lock:
-        return self._turns.setdefault((member, wire_tag), asyncio.Lock())
+    def _turn(self, member: int, wire_tag: int) -> _Turn:
+        turn = self._turns.get((member, wire_tag))
+        if turn is None:
+            turn = self._turns[member, wire_tag] = _Turn()
+        return turn
 
-    def _adapter(self, like: Any, out: Any, call: str) -> TensorAdapter[Any]:
+    def _give_back(self, turn: _Turn, member: int, wire_tag: int) -> None:
+        turn.give_back()
+        if not turn.taken:  # tags come and go
+            self._turns.pop((member, wire_tag), None)
+
+    def _adapter(self, like: Any, out: Any, transfer: Transfer) -> TensorAdapter[Any]:
         pattern = out if out is not None else like
         try:
             return self._find(np.empty(0) if pattern is None else pattern)
         except TensorContractError as error:
-            raise error.at(f"rank {self._channel.rank}, {call}", self._channel.rank) from None
+            raise error.at(self._where(transfer), self._channel.rank) from None
 
     async def _take(
         self,
-        source: int,
+        transfer: Transfer,
         wire_tag: int,
         envelope: Envelope,
         adapter: TensorAdapter[Any],
         like: Any,
         out: Any,
-        call: str,
+        deadline: float,
     ) -> Target[Any]:
         """Receive the message that `envelope` announces."""
         channel = self._channel
+        source, _ = transfer.sequence
+        transfer.head = envelope.head
+        transfer.received = envelope.nbytes
         spec = self._spec_of(envelope.head, envelope.nbytes, source)
         try:
             if out is not None:
@@ -168,34 +233,32 @@ class PointToPoint:
             else:
                 target = adapter.allocate(np.empty(0) if like is None else like, spec.shape, spec.dtype)
         except TensorContractError as error:
-            raise error.at(f"rank {channel.rank}, {call}", channel.rank) from None
+            raise error.at(self._where(transfer), channel.rank) from None
         member = channel.members[source]
-        await channel.node.transport.recv_into(member, wire_tag, (target.buffer,), envelope.head)
+        receiving = channel.node.transport.recv_into(member, wire_tag, (target.buffer,), envelope.head)
+        await Within(receiving, deadline)
         return target
 
-    def _address(self, peer: int, tag: int, call: str) -> tuple[int, int]:
+    def _address(self, name: str, peer: int, tag: int) -> tuple[int, int]:
         channel = self._channel
         node = channel.node
         if node.closed is not None:
             raise node.closed
         if channel.closed:
             raise CommunicatorClosedError(
-                f"channel {channel.name!r} is closed on rank {channel.rank}; {call} refused"
+                f"channel {channel.name!r} is closed on rank {channel.rank}; {_call(name, peer, tag)} refused"
             )
         node.check_loop()
+        wrong = ""
         if isinstance(peer, bool) or not isinstance(peer, int) or not 0 <= peer < channel.size:
-            raise TensorContractError(
-                f"rank {channel.rank}, {call}: there are ranks 0 to {channel.size - 1}", rank=channel.rank
-            )
-        if peer == channel.rank:
-            raise TensorContractError(
-                f"rank {channel.rank}, {call}: a rank does not send to itself; use the tensor",
-                rank=channel.rank,
-            )
-        if isinstance(tag, bool) or not isinstance(tag, int) or tag < 0:
-            raise TensorContractError(
-                f"rank {channel.rank}, {call}: a tag is an integer from 0 on", rank=channel.rank
-            )
+            wrong = f"there are ranks 0 to {channel.size - 1}"
+        elif peer == channel.rank:
+            wrong = "a rank does not send to itself; use the tensor"
+        elif isinstance(tag, bool) or not isinstance(tag, int) or tag < 0:
+            wrong = "a tag is an integer from 0 on"
+        if wrong:
+            where = f"rank {channel.rank}, {_call(name, peer, tag)}"
+            raise TensorContractError(f"{where}: {wrong}", rank=channel.rank)
         wire_tag = self._tags.get(tag)
         if wire_tag is None:
             wire_tag = self._tags[tag] = tag_of(channel_id(channel.id, "point to point", tag), 0)
@@ -214,47 +277,54 @@ class PointToPoint:
             )
         return TensorSpec(said.dtype, said.shape)
 
-    @asynccontextmanager
-    async def _bounded(
-        self, call: str, peers: tuple[int, ...], timeout: float, transfer: Transfer
-    ) -> AsyncIterator[None]:
-        """Bound a transfer in time, and keep record of it."""
-        node = self._channel.node
-        recorder, spans = node.recorder, node.spans
-        recorder.transfers.add(transfer)
-        if spans is not None:
-            spans.begin(transfer)
-        error: BaseException | None = None
-        try:
-            async with self._limited(call, timeout, peers):
-                yield
-        except BaseException as raised:
-            error = raised
-            raise
-        finally:
-            recorder.transfers.discard(transfer)
-            if error is None:
-                recorder.succeeded(transfer)
-            else:
-                recorder.failed(transfer, error)
-            if spans is not None:
-                spans.end(transfer, error)
+    # ------------------------------------------------------------------ beginning and ending
 
-    @asynccontextmanager
-    async def _limited(self, call: str, timeout: float, peers: tuple[int, ...]) -> AsyncIterator[None]:
-        channel = self._channel
+    def _where(self, transfer: Transfer) -> str:
+        """The rank and the call, for error texts."""
+        return f"rank {self._channel.rank}, {_call(transfer.name, *transfer.sequence)}"
+
+    def _begin(self, transfer: Transfer) -> None:
+        node = self._channel.node
+        node.recorder.transfers.add(transfer)
+        if node.spans is not None:
+            node.spans.begin(transfer)
+
+    def _succeeded(self, transfer: Transfer) -> None:
+        node = self._channel.node
+        node.recorder.transfers.discard(transfer)
+        node.recorder.succeeded(transfer)
+        if node.spans is not None:
+            node.spans.end(transfer, None)
+
+    def _failed(
+        self, transfer: Transfer, error: BaseException, timeout: float, peers: tuple[int, ...]
+    ) -> NoReturn:
+        """Keep record of a transfer that ends with `error`, and raise what the caller is to see."""
+        channel, node = self._channel, self._channel.node
+        call = _call(transfer.name, *transfer.sequence)
         where = f"rank {channel.rank} of {channel.size}, channel {channel.name!r}, {call}"
-        try:
-            async with asyncio.timeout(timeout):
-                yield
-        except PeerLostError as error:
+        final = error
+        if isinstance(error, PeerLostError):
             rank = peers[0] if len(peers) == 1 else self._group_rank(error.rank)
-            raise PeerLostError(f"{where}: {error}", rank=rank, orderly=error.orderly) from None
-        except TimeoutError:
+            final = PeerLostError(f"{where}: {error}", rank=rank, orderly=error.orderly)
+        elif isinstance(error, TimeoutError) and not isinstance(error, RudaError):
             text = f"{where}: not finished within timeout={timeout:g} s"
-            channel.node.flight.trigger(text)
-            raise CollectiveTimeoutError(text, rank=channel.rank, missing=peers) from None
+            node.flight.trigger(text)
+            final = CollectiveTimeoutError(text, rank=channel.rank, missing=peers)
+        node.recorder.transfers.discard(transfer)
+        node.recorder.failed(transfer, final)
+        if node.spans is not None:
+            node.spans.end(transfer, final)
+        if final is error:
+            raise error
+        raise final from None
 
     def _group_rank(self, member: int | None) -> int | None:
         members = self._channel.members
         return members.index(member) if member in members else None
+
+
+def _call(name: str, peer: int, tag: int) -> str:
+    """A call in words: ``send to rank 1 (tag 0)``."""
+    way = "to" if name == "send" else "from"
+    return f"{name} {way} {'any rank' if peer == -1 else f'rank {peer}'} (tag {tag})"

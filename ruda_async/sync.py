@@ -140,7 +140,7 @@ class Communicator(Operations):
 
     def send(self, value: Any, dest: int, *, tag: int = 0, timeout: float | None = None) -> None:
         """As `AsyncCommunicator.send`, blocking."""
-        self._wait_as_task(self._inner.send(value, dest, tag=tag, timeout=timeout))
+        self._wait(self._inner.send(value, dest, tag=tag, timeout=timeout))
 
     def recv(
         self,
@@ -152,7 +152,7 @@ class Communicator(Operations):
         timeout: float | None = None,
     ) -> T:
         """As `AsyncCommunicator.recv`, blocking."""
-        return self._wait_as_task(self._inner.recv(source, tag=tag, like=like, out=out, timeout=timeout))
+        return self._wait(self._inner.recv(source, tag=tag, like=like, out=out, timeout=timeout))
 
     def recv_any(
         self, *, tag: int = 0, like: T | None = None, out: T | None = None, timeout: float | None = None

@@ -31,7 +31,7 @@ from .base import (
     no_peer,
 )
 from .engine_provider import EngineContexts, EngineProvider, copy_in_turns, ended
-from .framed import ByteStream, FramedParameters, FramedTransport, Terms, blocking, patience
+from .framed import ByteStream, FramedParameters, FramedTransport, Looking, Spin, Terms, blocking
 from .handshake import address_text, prove, read_exactly
 from .job import Connection, Job, Meeting, Secret, StreamWrapper
 from .locality import host_identity, host_numbers
@@ -77,6 +77,7 @@ __all__ = [
     "FramedTransport",
     "Inbox",
     "Job",
+    "Looking",
     "Meeting",
     "Mesh",
     "Message",
@@ -92,6 +93,7 @@ __all__ = [
     "Regions",
     "RudaError",
     "Secret",
+    "Spin",
     "StreamWrapper",
     "Terms",
     "Transport",
@@ -119,7 +121,6 @@ __all__ = [
     "never_stale",
     "no_peer",
     "param",
-    "patience",
     "prove",
     "reachable_address",
     "read_exactly",

@@ -9,7 +9,7 @@ import threading
 import pytest
 from ruda_tcp.looking import Lookout, spin_of
 
-from ruda_async.transport import patience
+from ruda_async.transport import Spin
 
 
 @pytest.fixture
@@ -33,13 +33,14 @@ def cores(monkeypatch):
 
 def test_ranks_with_a_core_each_look_and_others_do_not(cores):
     cores(4)
-    assert [patience(0.5, ranks) for ranks in (1, 4, 5)] == [0.5, 0.5, 0.0]
+    assert [Spin.of(-1, ranks).blocking > 0 for ranks in (1, 4, 5)] == [True, True, False]
+    assert Spin.of(0.5, 5) == (0.5, 0.5)
 
 
 def test_without_affinity_all_cores_count(monkeypatch):
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    assert [patience(0.5, ranks) for ranks in (2, 3)] == [0.5, 0.0]
+    assert [Spin.of(-1, ranks).blocking > 0 for ranks in (2, 3)] == [True, False]
 
 
 def test_peers_of_this_host_count_and_others_do_not(pair, cores):

@@ -25,13 +25,13 @@ from ruda_async.transport import (
     Mesh,
     PeerLostError,
     ProtocolError,
+    Spin,
     Terms,
-    patience,
 )
 
 from .regions import SharedRegions
 from .ring import HEADER_BYTES, Ring
-from .stream import RingStream, Spin
+from .stream import RingStream
 
 if TYPE_CHECKING:
     from . import ShmParameters
@@ -108,7 +108,7 @@ async def open_pairs(
     for_regions: dict[int, socket.socket] = {}
     try:
         ring_bytes = parameters.ring_bytes or _usual_ring_bytes(len(peers) + 1)
-        spin = _spin(len(peers) + 1, parameters)
+        spin = Spin.of(parameters.spin, len(peers) + 1)
         for rank in sorted(mesh.sockets):
             label = f"process {peers[rank].pid}"
             sock = mesh.sockets[rank]
@@ -148,14 +148,6 @@ def _check(job: Job, parameters: ShmParameters) -> None:
 
 def _usual_ring_bytes(ranks: int) -> int:
     return next(capacity for most, capacity in _CAPACITIES if ranks <= most)
-
-
-def _spin(ranks: int, parameters: ShmParameters) -> Spin:
-    if parameters.spin >= 0:
-        return Spin(parameters.spin, parameters.spin)
-    # An event loop has other work; a thread that may block has none, and its peer's answer to a small
-    # message is there before it would be asleep.
-    return Spin(patience(20e-6, ranks), patience(100e-6, ranks))
 
 
 async def _give(job: Job, sock: socket.socket, ring_bytes: int) -> tuple[mmap.mmap, socket.socket]:

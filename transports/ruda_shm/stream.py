@@ -12,24 +12,12 @@ import select
 import socket
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import NamedTuple
 
-from ruda_async.transport import Buffer, blocking
+from ruda_async.transport import Buffer, Spin, blocking
 
 from .ring import Ring
 
-__all__ = ["RingStream", "Spin"]
-
-
-class Spin(NamedTuple):
-    """Seconds that a waiting rank looks before it asks for a doorbell: on its loop, in a blocking call."""
-
-    on_loop: float
-    blocking: float
-
-    def now(self) -> float:
-        """Those for the code that runs now."""
-        return self.blocking if blocking.seconds else self.on_loop
+__all__ = ["RingStream"]
 
 
 class RingStream:

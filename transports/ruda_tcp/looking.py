@@ -7,21 +7,15 @@ import socket
 from collections.abc import Mapping
 from time import perf_counter
 
-from ruda_async.transport import patience
+from ruda_async.transport import Spin
 
 __all__ = ["Lookout", "spin_of"]
 
-#: Seconds that a blocking call looks at the socket before it sleeps: several times what a peer that is in
-#: the same call takes to answer.
-_SPIN = 100e-6
-
 
 def spin_of(asked: float, sockets: Mapping[int, socket.socket]) -> float:
-    """Seconds to look before sleeping: those asked for, or with -1 what suits the ranks of this host."""
-    if asked >= 0:
-        return asked
+    """Seconds to look before sleeping in a blocking call; -1 asks for what suits the ranks of this host."""
     local = sum(sock.getsockname()[0] == sock.getpeername()[0] for sock in sockets.values())
-    return patience(_SPIN, 1 + local)
+    return Spin.of(asked, 1 + local).blocking
 
 
 class Lookout:

@@ -49,8 +49,8 @@ class UcxParameters(FramedParameters):
     )
     spin: float = param(
         -1.0,
-        doc="how long a waiting rank looks for a message before it sleeps; -1 takes 20 µs where every rank "
-        "can have a core of its own, else 0",
+        doc="how long a waiting rank looks for a message before it sleeps; -1 takes 20 µs, and in blocking "
+        "calls 100 µs, where every rank can have a core of its own, else 0",
         unit="s",
         minimum=-1,
         maximum=0.001,

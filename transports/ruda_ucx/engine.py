@@ -13,7 +13,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
-from ruda_async.transport import Buffer, blocking
+from ruda_async.transport import Buffer, Spin, blocking
 
 from .driver import Driver
 
@@ -53,10 +53,10 @@ class Engine:
         api: ucxx's low-level module.
         context: a UCX context.
         mode: ``"blocking"``, ``"polling"`` or ``"thread"``.
-        spin: seconds that `look` waits for a message before it gives up.
+        spin: how long a waiting rank looks for a message before it sleeps.
     """
 
-    def __init__(self, api: Any, context: Any, mode: str, spin: float) -> None:
+    def __init__(self, api: Any, context: Any, mode: str, spin: Spin) -> None:
         self._api = api
         self._array = _array_type()
         self._context = context
@@ -293,7 +293,7 @@ class Engine:
         if self._luck <= 0:
             self._luck += 1
             return
-        end = monotonic() + self._spin
+        end = monotonic() + self._spin.on_loop
         while True:
             self._drive(end)
             if future.done():
@@ -308,7 +308,7 @@ class Engine:
     def _look_long(self, future: asyncio.Future[Any]) -> None:
         """This thread may block: look a while, then sleep until UCX has an event."""
         now = monotonic()
-        awake, end = now + self._spin, now + blocking.seconds
+        awake, end = now + self._spin.blocking, now + blocking.seconds
         poller: Any = None
         while not future.done() and not self._closed:
             idle = self._drive(end)

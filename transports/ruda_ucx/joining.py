@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import hmac
 import ipaddress
-import os
 import socket
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,6 +20,7 @@ from ruda_async.transport import (
     Job,
     Mesh,
     ProtocolError,
+    Spin,
     Terms,
     Transport,
     listen_for_ranks,
@@ -126,7 +126,7 @@ async def join(job: Job) -> Transport:
     api = await asyncio.to_thread(load)
     context = await asyncio.to_thread(open_context, api, parameters)
     accelerator = find_accelerator(bool(context.cuda_support))
-    engine = Engine(api, context, parameters.progress, _spin(job, parameters))
+    engine = Engine(api, context, parameters.progress, Spin.of(parameters.spin, job.world_size))
     facts["cuda"] = accelerator.native
     transport = UcxTransport(job, engine, _capabilities(parameters, accelerator.native), facts)
     try:
@@ -252,10 +252,3 @@ def _machine() -> bytes:
             return hashlib.blake2b(file.read(), digest_size=8).digest()
     except OSError:
         return hashlib.blake2b(socket.gethostname().encode(), digest_size=8).digest()
-
-
-def _spin(job: Job, parameters: UcxParameters) -> float:
-    if parameters.spin >= 0:
-        return parameters.spin
-    # Spinning on a core that the peer needs makes both late.
-    return 20e-6 if job.world_size <= len(os.sched_getaffinity(0)) else 0.0

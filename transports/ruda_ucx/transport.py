@@ -12,6 +12,7 @@ from ruda_async.transport import (
     CommunicatorClosedError,
     Envelope,
     Job,
+    Looking,
     PeerLostError,
     never_stale,
     no_peer,
@@ -91,7 +92,9 @@ class UcxTransport:
 
     def probe(self, peer: int, tag: int) -> Awaitable[Envelope]:
         """See `Transport.probe`."""
-        return self._to(peer).inbox.probe(tag)
+        link = self._to(peer)
+        waiting = link.inbox.probe(tag)
+        return Looking(waiting, link.incoming.look) if isinstance(waiting, asyncio.Future) else waiting
 
     def fail(self, tag: int, error: BaseException) -> None:
         """See `Transport.fail`."""

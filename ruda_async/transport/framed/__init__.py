@@ -7,9 +7,9 @@ callers' memory, exact cancellation, heartbeats and orderly close, as `Transport
 
 from __future__ import annotations
 
-from .activity import blocking, patience
+from .activity import Looking, Spin, blocking
 from .parameters import FramedParameters
 from .stream import ByteStream, Terms
 from .transport import FramedTransport
 
-__all__ = ["ByteStream", "FramedParameters", "FramedTransport", "Terms", "blocking", "patience"]
+__all__ = ["ByteStream", "FramedParameters", "FramedTransport", "Looking", "Spin", "Terms", "blocking"]

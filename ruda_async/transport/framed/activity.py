@@ -7,12 +7,15 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from .sender import Sender
 
-__all__ = ["Activity", "Looking", "activity_of", "blocking", "patience"]
+__all__ = ["Activity", "Looking", "Spin", "activity_of", "blocking"]
+
+
+T = TypeVar("T")
 
 
 class _Blocking(threading.local):
@@ -28,30 +31,44 @@ class _Blocking(threading.local):
 blocking = _Blocking()
 
 
-def patience(seconds: float, ranks: int) -> float:
-    """How long to look for bytes before sleeping: `seconds`, or 0 where `ranks` ranks share too few cores.
+class Spin(NamedTuple):
+    """Seconds that a waiting rank looks for bytes before it sleeps: on its loop, and in a blocking call.
 
     Looking on a core that the peer needs makes both late. Where it does not, a sleep costs both ranks more
-    than the answer to a small message takes: one for waking, the other for being woken.
+    than the answer to a small message takes: one for waking, the other for being woken. An event loop has
+    other work; a thread that may block has none.
     """
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on every system
-        cores = os.cpu_count() or 1
-    return seconds if ranks <= cores else 0.0
+
+    on_loop: float
+    blocking: float
+
+    @classmethod
+    def of(cls, asked: float, ranks: int) -> Spin:
+        """Those asked for, or with -1 what suits so many ranks on this host."""
+        if asked >= 0:
+            return cls(asked, asked)
+        try:
+            cores = len(os.sched_getaffinity(0))
+        except AttributeError:  # not on every system
+            cores = os.cpu_count() or 1
+        return cls(20e-6, 100e-6) if ranks <= cores else cls(0.0, 0.0)
+
+    def now(self) -> float:
+        """Those for the code that runs now."""
+        return self.blocking if blocking.seconds else self.on_loop
 
 
-class Looking:
+class Looking(Generic[T]):
     """A message that waits for its peer; awaiting it looks at the stream first, which may save a turn of
     the loop."""
 
     __slots__ = ("_future", "_look")
 
-    def __init__(self, future: asyncio.Future[None], look: Callable[[asyncio.Future[None]], None]) -> None:
+    def __init__(self, future: asyncio.Future[T], look: Callable[[asyncio.Future[Any]], None]) -> None:
         self._future = future
         self._look = look
 
-    def __await__(self) -> Generator[Any, None, None]:
+    def __await__(self) -> Generator[Any, None, T]:
         future = self._future
         if not future.done():
             self._look(future)

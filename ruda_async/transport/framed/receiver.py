@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from time import monotonic
+from typing import Any
 
 from ...errors import ProtocolError
 from .. import wire
-from ..base import DONE, Buffer
+from ..base import DONE, Buffer, Envelope
 from ..matching import Arrived, Inbox, scatter
 from .activity import Activity, Looking, blocking
 from .guard import Guard
@@ -93,7 +94,12 @@ class Receiver:
             self._announce(tag)
         return Looking(receive.future, self.look)
 
-    def look(self, future: asyncio.Future[None]) -> None:
+    def probe(self, tag: int) -> Awaitable[Envelope]:
+        """See `Transport.probe`."""
+        waiting = self.inbox.probe(tag)
+        return Looking(waiting, self.look) if isinstance(waiting, asyncio.Future) else waiting
+
+    def look(self, future: asyncio.Future[Any]) -> None:
         """Somebody is about to wait for `future`: read what is there or comes within moments.
 
         A peer that answers late makes looking a waste, so it is done less often after every miss.
@@ -114,7 +120,7 @@ class Receiver:
         if not self._luck:
             self._luck = -2 * _LUCK
 
-    def _look_long(self, future: asyncio.Future[None]) -> None:
+    def _look_long(self, future: asyncio.Future[Any]) -> None:
         """This thread may block: wait for the bytes here, unless the loop is needed to write."""
         end = monotonic() + blocking.seconds
         while not self._activity.writers and self._await_bytes():

@@ -69,7 +69,7 @@ class Sender:
         self._writing = False
         self._flushing = False
         self._ended = False
-        self.look: Callable[[asyncio.Future[None]], None] = _look_nowhere
+        self.look: Callable[[asyncio.Future[Any]], None] = _look_nowhere
         self.refusal: BaseException | None = None
         self.spoke = False
         self.bye_sent = False

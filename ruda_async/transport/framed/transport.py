@@ -103,7 +103,7 @@ class FramedTransport:
             link = self._links[peer]
         except KeyError:
             raise no_peer(peer, self.rank, self.world_size) from None
-        return link.inbox.probe(tag)
+        return link.receiver.probe(tag)
 
     def fail(self, tag: int, error: BaseException) -> None:
         """See `Transport.fail`."""
