@@ -40,7 +40,8 @@ class _Connecting:
 
         def __enter__(self) -> NoReturn:
             raise TypeError(
-                "ruda_async.connect() takes `async with`; for a plain `with` there is ruda_async.sync.connect()"
+                "ruda_async.connect() takes `async with`; for a plain `with` there is "
+                "ruda_async.sync.connect()"
             )
 
         def __exit__(self, *_: object) -> None: ...

@@ -44,7 +44,7 @@ async def open_transport(config: Config, rendezvous: Rendezvous = meet) -> Trans
         ) from None
     if not hasattr(transport, "capabilities"):
         raise TypeError(
-            f"connect() of the plugin {config.plugin.scheme!r:.80} returned {type(transport).__name__}, which is "
-            "no ruda_async.transport.Transport: it has no capabilities"
+            f"connect() of the plugin {config.plugin.scheme!r:.80} returned {type(transport).__name__}, "
+            "which is no ruda_async.transport.Transport: it has no capabilities"
         )
     return transport

@@ -356,7 +356,22 @@ def test_a_password_is_never_shown(password: str) -> None:
 
 def test_a_forgotten_await_is_said() -> None:
     comm: Any = ruda_async.connect("memory://forgotten", rank=0, world_size=1)
-    with pytest.raises(AttributeError, match=r"not awaited, so there is no 'barrier' yet: write `comm = await"):
+    with pytest.raises(
+        AttributeError, match=r"not awaited, so there is no 'barrier' yet: write `comm = await"
+    ):
         comm.barrier()
-    with pytest.raises(TypeError, match=r"takes `async with`; for a plain `with` there is ruda_async\.sync"), comm:
+    with (
+        pytest.raises(TypeError, match=r"takes `async with`; for a plain `with` there is ruda_async\.sync"),
+        comm,
+    ):
         pass
+
+
+async def test_a_plugin_that_returns_no_transport_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def connect(self: FakePlugin, job: Any) -> None: ...
+
+    monkeypatch.setattr(FakePlugin, "connect", connect)
+    with pytest.raises(
+        TypeError, match=r"connect\(\) of the plugin 'lab' returned NoneType.*no capabilities"
+    ):
+        await ruda_async.connect("lab://empty", rank=0, world_size=1)

@@ -238,8 +238,8 @@ def _load(scheme: str, origin: str, entry: importlib.metadata.EntryPoint) -> Plu
     _check(plugin, origin)
     if plugin.scheme != scheme:
         raise TransportUnavailableError(
-            f"{origin} is the entry point {scheme!r} and calls itself {plugin.scheme!r:.80}; an entry point is "
-            "named after its plugin's scheme"
+            f"{origin} is the entry point {scheme!r} and calls itself {plugin.scheme!r:.80}; an entry point "
+            "is named after its plugin's scheme"
         )
     return cast("Plugin | WrapperPlugin", plugin)
 
@@ -270,8 +270,8 @@ def _check(plugin: Any, origin: str) -> None:
     parameters = inspect.getattr_static(plugin, "parameters", None)
     if isinstance(parameters, type) and not is_dataclass(parameters):
         raise TransportUnavailableError(
-            f"{origin} is no transport plugin: its parameters, the class {parameters.__qualname__}, have to be a "
-            "dataclass"
+            f"{origin} is no transport plugin: its parameters, the class {parameters.__qualname__}, have "
+            "to be a dataclass"
         )
 
 
