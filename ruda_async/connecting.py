@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from time import monotonic
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import growth
 from .collectives.selector import known_algorithms
@@ -29,6 +29,22 @@ class _Connecting:
 
     def __await__(self) -> Generator[Any, None, AsyncCommunicator]:
         return _connect(resolve(self._url, **self._options)).__await__()
+
+    if not TYPE_CHECKING:  # type checkers find these mistakes by themselves
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(
+                f"connect() was not awaited, so there is no {name!r} yet: write `comm = await connect(…)` or "
+                "`async with connect(…) as comm`; in code without async, ruda_async.sync.connect(…)"
+            )
+
+        def __enter__(self) -> NoReturn:
+            raise TypeError(
+                "ruda_async.connect() takes `async with`; for a plain `with` there is "
+                "ruda_async.sync.connect()"
+            )
+
+        def __exit__(self, *_: object) -> None: ...
 
     async def __aenter__(self) -> AsyncCommunicator:
         self._communicator = await self

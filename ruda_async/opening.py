@@ -34,7 +34,7 @@ async def open_transport(config: Config, rendezvous: Rendezvous = meet) -> Trans
         rendezvous=rendezvous,
     )
     try:
-        return await config.plugin.connect(job)
+        transport = await config.plugin.connect(job)
     except OSError as error:
         if isinstance(error, RudaError) or error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
@@ -42,3 +42,9 @@ async def open_transport(config: Config, rendezvous: Rendezvous = meet) -> Trans
             f"rank {config.rank} of {config.world_size} has no file descriptor left ({error.strerror}); a "
             "job takes about one for each rank: raise the limit (ulimit -n), or close files"
         ) from None
+    if not hasattr(transport, "capabilities"):
+        raise TypeError(
+            f"connect() of the plugin {config.plugin.scheme!r:.80} returned {type(transport).__name__}, "
+            "which is no ruda_async.transport.Transport: it has no capabilities"
+        )
+    return transport

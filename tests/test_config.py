@@ -12,6 +12,7 @@ from fake_plugins import DelayParameters, FakePlugin, FakeWrapper, Nothing, Para
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ruda_async
 from ruda_async import config
 from ruda_async.config import CommonParameters, Config, resolve
 from ruda_async.errors import ConfigError, TransportUnavailableError
@@ -348,3 +349,29 @@ def test_a_password_is_never_shown(password: str) -> None:
     with pytest.raises(ConfigError) as caught:
         of(f"net://user:{marked}@h:1")
     assert "hush" not in str(caught.value)
+
+
+# ---------------------------------------------------------------------- what connect() returns
+
+
+def test_a_forgotten_await_is_said() -> None:
+    comm: Any = ruda_async.connect("memory://forgotten", rank=0, world_size=1)
+    with pytest.raises(
+        AttributeError, match=r"not awaited, so there is no 'barrier' yet: write `comm = await"
+    ):
+        comm.barrier()
+    with (
+        pytest.raises(TypeError, match=r"takes `async with`; for a plain `with` there is ruda_async\.sync"),
+        comm,
+    ):
+        pass
+
+
+async def test_a_plugin_that_returns_no_transport_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def connect(self: FakePlugin, job: Any) -> None: ...
+
+    monkeypatch.setattr(FakePlugin, "connect", connect)
+    with pytest.raises(
+        TypeError, match=r"connect\(\) of the plugin 'lab' returned NoneType.*no capabilities"
+    ):
+        await ruda_async.connect("lab://empty", rank=0, world_size=1)

@@ -23,7 +23,12 @@ from ruda_async.transport.conformance import SCENARIOS, run_scenario
 from ruda_async.transport.registry import register_plugin, unregister_plugin
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *(page for name in ("docs", "examples", "benchmarks") for page in (ROOT / name).rglob("*.md")),
+    ]
+)
 
 
 def page_id(page: Path) -> str:
@@ -218,6 +223,22 @@ def test_every_error_has_a_section_with_its_builtin() -> None:
 def test_every_algorithm_has_a_source() -> None:
     sources = text_of("docs/algorithms.md").partition("## Sources")[2]
     assert set(re.findall(r"^\| `(\w+)` \|", sources, re.MULTILINE)) == set(known_algorithms())
+
+
+def test_every_variable_that_the_code_names_is_in_the_table() -> None:
+    table = set(
+        re.findall(r"`(RUDA_[A-Z_]+)`", text_of("docs/urls.md").partition("## Environment variables")[2])
+    )
+    code = [path for folder in ("ruda_async", "transports") for path in (ROOT / folder).rglob("*.py")]
+    named = {name for path in code for name in re.findall(r"\bRUDA_[A-Z_]*[A-Z]\b", path.read_text("utf-8"))}
+    assert named == table
+
+
+def test_every_benchmark_is_on_its_page() -> None:
+    scripts = {
+        path.name for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text("utf-8")
+    }
+    assert scripts == set(re.findall(r"`python benchmarks/(\w+\.py)", text_of("benchmarks/README.md")))
 
 
 def test_launchers_are_those_of_the_code() -> None:

@@ -28,7 +28,7 @@ EXPECTED = {
         [f"rank {rank} of 2: [0, 1]" for rank in range(2)],
     ],
     "docs/autograd.md": [["rank 0: [10.0, 10.0]", "rank 1: [20.0, 20.0]"]],
-    "docs/training.md": [["rank 0: [2.5, 2.5]", "rank 1: [2.5, 2.5]"]],
+    "docs/training.md": [["rank 0: [2.5, 2.5]", "rank 1: [2.5, 2.5]"], ["loss 0.0000"]],
     "docs/recovery.md": [[f"rank {rank} of 3: 5 steps, total 15.0" for rank in range(3)]],
     "docs/torch_backend.md": [[f"rank {rank}: [2.5, 2.5]" for rank in range(2)]],
     "docs/moe.md": [["rank 0: 3 tokens, experts [0, 1]", "rank 1: 4 tokens, experts [2, 3]"]],

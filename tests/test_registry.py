@@ -64,6 +64,9 @@ def distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
         "lone = strange_missing:PLUGIN\n"
         "broken = strange_broken:PLUGIN\n"
         "poor = strange_poor:PLUGIN\n"
+        "kind = strange_kind:PLUGIN\n"
+        "mine = strange_good:PLUGIN\n"
+        "loose = strange_loose:PLUGIN\n"
     )
     (tmp_path / "strange_good.py").write_text(
         "from fake_plugins import FakePlugin\nPLUGIN = FakePlugin('good')\n"
@@ -71,11 +74,19 @@ def distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     (tmp_path / "strange_missing.py").write_text("import a_package_nobody_has\n")
     (tmp_path / "strange_broken.py").write_text("raise ZeroDivisionError('oops')\n")
     (tmp_path / "strange_poor.py").write_text("class PLUGIN:\n    scheme = 'poor'\n")
+    (tmp_path / "strange_kind.py").write_text(
+        "from fake_plugins import FakePlugin, Nothing\n"
+        "class PLUGIN(FakePlugin):\n"
+        "    scheme, parameters, rank_per, example, preference = 'kind', Nothing, 'process', 'kind://', 0\n"
+    )
+    (tmp_path / "strange_loose.py").write_text(
+        "from fake_plugins import FakePlugin\nPLUGIN = FakePlugin('loose', parameters=dict)\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     registry._entry_points.cache_clear()
     yield tmp_path
     registry._entry_points.cache_clear()
-    for name in ("strange_good", "strange_missing", "strange_broken", "strange_poor"):
+    for name in [name for name in sys.modules if name.startswith("strange_")]:
         sys.modules.pop(name, None)
 
 
@@ -97,6 +108,9 @@ def test_listing_imports_no_plugin(distribution: Path) -> None:
         ("lone", ["'lone'", "pip install a_package_nobody_has"]),
         ("broken", ["'broken'", "ZeroDivisionError: oops", "strange-transports 1.2"]),
         ("poor", ["strange_poor:PLUGIN", "lacks", "connect", "parameters"]),
+        ("kind", ["strange_kind:PLUGIN", "is the class PLUGIN", "an instance: write PLUGIN()"]),
+        ("mine", ["strange_good:PLUGIN", "the entry point 'mine'", "calls itself 'good'"]),
+        ("loose", ["strange_loose:PLUGIN", "the class dict", "a dataclass"]),
     ],
 )
 def test_a_plugin_that_does_not_load_says_what_to_do(

@@ -206,6 +206,10 @@ class Front:
             except BaseException:
                 self._slots.release()
                 raise
+            if lost.done():  # these ranks answer nothing more: a try here would be wasted
+                self._slots.release()
+                self.batcher.put_back(slices)
+                return
             batch = generation.spawn(self._batch(generation, slices, lost))
             batch.add_done_callback(lambda task, slices=slices: self._batch_over(task, slices))
 
@@ -220,9 +224,9 @@ class Front:
         try:
             await self._pass(generation, slices)
         except PeerLostError as error:
-            self._again(slices, "rank_lost")
-            if not lost.done():
+            if not lost.done():  # first, so that the second try waits for the ranks that are left
                 lost.set_exception(error)
+            self._again(slices, "rank_lost")
         except (CollectiveTimeoutError, CollectiveCancelledError) as error:
             log.warning("%s", error)
             self._again(slices, "batch_timeout")

@@ -91,12 +91,13 @@ async def authenticate(
 
 
 async def prove(sock: Peer, secret: Secret, *, server: bool, context: bytes, deadline: float) -> None:
-    """Prove `secret` to the peer of a connected, non-blocking socket, and have the peer prove it.
+    """Prove `secret` to the peer of a connection, and have the peer prove it.
 
     Either side leaves no byte of the connection read or written beyond the handshake. After an error or a
     cancellation the socket is of no further use and is the caller's to close.
 
     Args:
+        sock: a connected, non-blocking socket, or a `Connection` over what is no socket.
         secret: any bytes; an empty one proves nothing, and whether it will do is for the caller to say.
         server: exactly one side is the server: the one that accepted the connection.
         context: what the connection is for; equal on both sides.

@@ -65,7 +65,7 @@ class Meeting(NamedTuple):
 
 
 class Connection(Protocol):
-    """A secured connection while ranks are linking up: what is asked of it beyond a socket's address."""
+    """What is asked of a connection that is no bare socket, while ranks link up: TLS, or another medium."""
 
     async def recv_into(self, view: memoryview) -> int:
         """Fill the front of `view`; how many bytes came, 0 at the end of the connection."""

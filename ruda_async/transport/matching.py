@@ -154,7 +154,12 @@ class Arrived:
 
 
 class Inbox:
-    """Receives and early messages from one peer."""
+    """Matches receives and early messages of one peer by tag, in order, for a transport to build on.
+
+    Two sides call it, on the loop's thread: `post` and `probe` are for the receiver, the rest for the medium,
+    when an envelope has come. An early message is a `Message` of the transport's own, which holds its bytes
+    against the transport's budget until `Message.deliver` or `Message.drop`.
+    """
 
     __slots__ = ("_early", "_loop", "_peer", "_posted", "_probes", "closed")
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-from dataclasses import dataclass, field
+import inspect
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any, Literal, Protocol, cast
 from urllib.parse import urlsplit
 
@@ -235,6 +236,11 @@ def _load(scheme: str, origin: str, entry: importlib.metadata.EntryPoint) -> Plu
             "report this to its authors, or uninstall it"
         ) from error
     _check(plugin, origin)
+    if plugin.scheme != scheme:
+        raise TransportUnavailableError(
+            f"{origin} is the entry point {scheme!r} and calls itself {plugin.scheme!r:.80}; an entry point "
+            "is named after its plugin's scheme"
+        )
     return cast("Plugin | WrapperPlugin", plugin)
 
 
@@ -255,6 +261,17 @@ def _check(plugin: Any, origin: str) -> None:
     if lacking:
         raise TransportUnavailableError(
             f"{origin} is no transport plugin: it lacks {', '.join(lacking)}; see ruda_async.transport.Plugin"
+        )
+    if isinstance(plugin, type):
+        raise TransportUnavailableError(
+            f"{origin} is the class {plugin.__qualname__}, and a plugin is an instance: "
+            f"write {plugin.__qualname__}()"
+        )
+    parameters = inspect.getattr_static(plugin, "parameters", None)
+    if isinstance(parameters, type) and not is_dataclass(parameters):
+        raise TransportUnavailableError(
+            f"{origin} is no transport plugin: its parameters, the class {parameters.__qualname__}, have "
+            "to be a dataclass"
         )
 
 

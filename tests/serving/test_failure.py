@@ -47,9 +47,23 @@ async def test_survivors_take_over_and_a_new_rank_relieves_them(
             # Its experts work on what those of the lost rank would have.
             await server.until(lambda s: s["joins"] == 1 and s["live"] == 4 and s["ranks"][3]["rows"] > 100)
         # A lost rank costs nobody an answer: what was under way has been tried again.
-        assert set(clients.refused) <= {"rank_lost", "overloaded"}
+        assert set(clients.refused) <= {"overloaded"}
         codes = await server.stop()
         assert [codes[i] for i in (0, 1, 3, 4)] == [0, 0, 0, 0]
+
+
+async def test_a_request_that_finds_the_loss_is_answered_by_the_survivors(
+    model: Path, oracle: Oracle
+) -> None:
+    """Its second try waits for them, and is not spent on the ranks that are no more."""
+    async with served("shm", model, 3) as server, aiohttp.ClientSession() as session:
+        clients = Clients(server, oracle)
+        for live in (2, 1):
+            process = server.processes[live]
+            process.kill()
+            await process.wait()
+            assert await clients.ask(session, np.arange(live)) == "ok"
+            await until_live(server, live)
 
 
 async def test_experts_that_are_lost_may_be_refused(model: Path, oracle: Oracle) -> None:

@@ -133,7 +133,9 @@ async def test_a_full_queue_is_said_and_slow_requests_end(model: Path, oracle: O
         server.processes[1].send_signal(signal.SIGSTOP)
         clients = Clients(server, oracle)
         async with aiohttp.ClientSession() as session:
-            stuck = [asyncio.ensure_future(clients.ask(session, np.arange(32))) for _ in range(3)]
+            stuck = [asyncio.ensure_future(clients.ask(session, np.arange(32)))]
+            await server.until(lambda s: s["in_flight"] == 1)  # or the third would find the queue full
+            stuck += [asyncio.ensure_future(clients.ask(session, np.arange(32))) for _ in range(2)]
             await server.until(lambda s: s["queue_rows"] == 64)
             assert await clients.ask(session, np.arange(1)) == "overloaded"
             assert await asyncio.gather(*stuck) == ["timeout"] * 3
