@@ -33,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     explaining = actions.add_parser("explain", help="say who waits for whom")
     explaining.add_argument("--json", action="store_true", help="print JSON: culprits and text")
     for action in (merging, explaining):
-        action.add_argument("records", type=Path, nargs="+", metavar="record.json", help="flight records")
+        action.add_argument(
+            "records", type=Path, nargs="+", metavar="record.json", help="flight records, or folders of them"
+        )
 
 
 def main(args: argparse.Namespace) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,13 +76,16 @@ class Record:
 def load(paths: Iterable[str | Path]) -> list[Record]:
     """The latest record of each rank among the files, in rank order.
 
+    Args:
+        paths: files, or folders, of which all ``*.json`` are taken.
+
     Raises:
         ConfigError: a file cannot be read or is no flight record, or they are of several jobs.
     """
     latest: dict[int, Record] = {}
     jobs: dict[tuple[str, int], str] = {}
-    for path in paths:
-        record = _read(Path(path))
+    for path in _files(paths):
+        record = _read(path)
         jobs.setdefault((record.job, record.world_size), record.source)
         if record.rank not in latest or latest[record.rank].wall < record.wall:
             latest[record.rank] = record
@@ -92,6 +95,17 @@ def load(paths: Iterable[str | Path]) -> list[Record]:
         listed = ", ".join(f"{name!r} of {size} ranks ({source})" for (name, size), source in jobs.items())
         raise ConfigError(f"these records are of several jobs: {listed}; give those of one")
     return [latest[rank] for rank in sorted(latest)]
+
+
+def _files(paths: Iterable[str | Path]) -> Iterator[Path]:
+    for path in map(Path, paths):
+        if not path.is_dir():
+            yield path
+            continue
+        inside = sorted(path.glob("*.json"))
+        if not inside:
+            raise ConfigError(f"the folder {path} has no *.json; name the one that trace_dir= named")
+        yield from inside
 
 
 def _read(path: Path) -> Record:

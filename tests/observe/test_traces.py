@@ -113,8 +113,11 @@ def test_a_rank_that_stands_still(tmp_path: Path, astray: int, capsys: pytest.Ca
     assert f"none of rank {astray}" in text
     assert f"rank {astray} never entered all_reduce_sum #1: it left no record" in text
     assert f"look first at rank {astray} (no record" in text
-    assert main(["trace", "explain", "--json", *map(str, tmp_path.glob("*.json"))]) == 0
+    assert main(["trace", "explain", "--json", str(tmp_path)]) == 0  # the folder stands for its files
     assert json.loads(capsys.readouterr().out)["culprits"] == [astray]
+    (tmp_path / "empty").mkdir()
+    assert main(["trace", "explain", str(tmp_path / "empty")]) == 2
+    assert "empty has no *.json" in capsys.readouterr().err
 
 
 def test_ranks_that_wait_in_a_circle(tmp_path: Path) -> None:
