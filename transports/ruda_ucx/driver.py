@@ -41,6 +41,7 @@ class Driver:
         self._stopping = True
         os.write(self._signalled, b"x")
         self._thread.join()
+        self._worker = None
         os.close(self._signal)
         os.close(self._signalled)
 

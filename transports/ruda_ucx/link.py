@@ -46,7 +46,6 @@ class Link:
         is_stale: Callable[[int], bool],
     ) -> None:
         self.peer = peer
-        self.endpoint = endpoint
         self._engine = engine
         self._lifeline = lifeline
         self._loop = asyncio.get_running_loop()

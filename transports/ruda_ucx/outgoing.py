@@ -94,6 +94,7 @@ class Outgoing:
     """Messages to one peer.
 
     Attributes:
+        endpoint: UCX's; None once it was given up.
         refusal: why nothing can be sent any more, once that is so.
         spoke: something was sent since the last ping.
     """
@@ -110,7 +111,7 @@ class Outgoing:
     ) -> None:
         self._peer = peer
         self._engine = engine
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self._tag = tag
         self._eager = terms.eager_bytes
         self._credit = terms.early_bytes
@@ -126,6 +127,11 @@ class Outgoing:
         self.spoke = False
         self.messages = self.bytes = 0
         self.look = engine.look
+
+    def release(self) -> Any:
+        """The UCX endpoint, given up: after the end, so that nothing here holds UCX any longer."""
+        endpoint, self.endpoint = self.endpoint, None
+        return endpoint
 
     # ------------------------------------------------------------------ starting
 
@@ -157,7 +163,7 @@ class Outgoing:
 
     def _post(self, frame: bytes) -> None:
         self.spoke = True
-        self._engine.send(self._peer, self._endpoint, frame, self._tag)
+        self._engine.send(self._peer, self.endpoint, frame, self._tag)
 
     def _offer(
         self, tag: int, buffers: Sequence[Buffer], head: bytes, nbytes: int, ready: Callable[[], bool] | None
@@ -202,7 +208,7 @@ class Outgoing:
         part = message.part(start, stop, self._accelerator)
         self.spoke = True
         self._engine.send(
-            self._peer, self._endpoint, part, self._engine.tag(tag), partial(self._sent, message)
+            self._peer, self.endpoint, part, self._engine.tag(tag), partial(self._sent, message)
         )
 
     def _sent(self, message: Outbound, status: int) -> None:

@@ -212,8 +212,7 @@ class UcxTransport:
         for link in self._links.values():
             link.end(error)
             link.inbox.drop_all()
-            endpoints.append(link.endpoint)
-            link.endpoint = None
+            endpoints.append(link.outgoing.release())
         if self._engine is None or self._released:
             return None
         self._released = True
