@@ -11,6 +11,7 @@ import re
 import time
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -220,7 +221,7 @@ def test_texts_of_sizes_do_not_touch_and_ninth_colours_differ(report: Report) ->
     root = ET.fromstring("<svg" + part.partition("</svg>")[0] + "</svg>")
     across = [float(text.attrib["x"]) for text in root.iter("text") if text.attrib["text-anchor"] == "middle"]
     assert 3 < len(across) < len(sizes)
-    assert min(right - left for left, right in zip(across, across[1:], strict=False)) > 50
+    assert min(right - left for left, right in pairwise(across)) > 50
     styles = {line_style(color, dashed) for color in range(2 * COLORS) for dashed in (False, True)}
     assert len(styles) == 4 * COLORS
 
