@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -117,6 +118,32 @@ def test_a_rank_without_shared_memory(hosts: Hosts, flat: list[dict[str, str]]) 
     ]
     # UCX, where it is installed, may be unused too: it has no device between these hosts.
     assert ["shm" in report["unused"] for report in reports] == [True, False, False, False]
+    assert [report["digests"] for report in reports] == flat
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="ucxx is not installed")
+@pytest.mark.parametrize(
+    ("scheme", "options"),
+    [
+        ("auto", {"without": ""}),
+        ("ucx", {}),
+        pytest.param("ucx", {"listen": True}, marks=pytest.mark.long),
+        pytest.param("ucx", {"tls": "tcp"}, marks=pytest.mark.long),
+    ],
+)
+def test_ucx_wakes_ranks_across_network_namespaces_of_one_kernel(
+    hosts: Hosts, flat: list[dict[str, str]], scheme: str, options: dict[str, Any]
+) -> None:
+    """Its shared memory reaches them, as the hosts share their IPC namespace, but cannot wake them."""
+    reports = run_work(hosts, CONSECUTIVE, {"heartbeat": 30, **options}, scheme)
+    if scheme == "auto":
+        assert [report["links"] for report in reports] == [
+            {"shm": [1], "ucx": [2, 3]},
+            {"shm": [0], "ucx": [2, 3]},
+            {"shm": [3], "ucx": [0, 1]},
+            {"shm": [2], "ucx": [0, 1]},
+        ]
     assert [report["digests"] for report in reports] == flat
 
 

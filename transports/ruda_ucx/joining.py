@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import ipaddress
 import socket
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,12 +20,14 @@ from ruda_async.transport import (
     Endpoint,
     Job,
     Mesh,
+    PeerLostError,
     ProtocolError,
     Spin,
     Terms,
     Transport,
     listen_for_ranks,
     reachable_address,
+    read_exactly,
     resolve,
 )
 
@@ -33,6 +36,7 @@ from .link import Link
 from .listening import Listening
 from .loading import api_error, load, open_context
 from .memory import find_accelerator
+from .namespaces import NAMESPACES_BYTES, boot_id, divided, memory_unasked, namespaces, without_memory
 from .transport import UcxTransport
 
 if TYPE_CHECKING:
@@ -42,6 +46,8 @@ __all__ = ["join"]
 
 #: Ranks are numbered in 16 bits of a tag.
 _MOST_RANKS = 1 << 16
+#: No worker's address is longer.
+_MOST_ADDRESS = 1 << 16
 
 
 class _Peer(NamedTuple):
@@ -50,7 +56,8 @@ class _Peer(NamedTuple):
     Attributes:
         worker: the address of its UCX worker.
         ucx_port: where its UCX listener is; 0 where it has none.
-        machine: the same on all ranks that share a kernel and may reach each other through it.
+        machine: the same on all ranks that share a kernel.
+        namespaces: see `namespaces`.
     """
 
     host: str
@@ -59,6 +66,7 @@ class _Peer(NamedTuple):
     worker: bytes
     ucx_port: int
     machine: bytes
+    namespaces: bytes
 
     def pack(self) -> bytes:
         packed: bytes = msgpack.packb(
@@ -70,6 +78,7 @@ class _Peer(NamedTuple):
                 self.worker,
                 self.ucx_port,
                 self.machine,
+                self.namespaces,
             ]
         )
         return packed
@@ -78,18 +87,20 @@ class _Peer(NamedTuple):
     def unpack(cls, data: bytes, rank: int) -> _Peer:
         """Read and check what rank `rank` told."""
         try:
-            host, port, eager, early, worker, ucx_port, machine = msgpack.unpackb(
-                data, max_str_len=256, max_bin_len=1 << 16, max_array_len=7
+            host, port, eager, early, worker, ucx_port, machine, spaces = msgpack.unpackb(
+                data, max_str_len=256, max_bin_len=_MOST_ADDRESS, max_array_len=8
             )
             numbers = all(type(n) is int and n >= 0 for n in (port, eager, early, ucx_port))
             if type(host) is not str or not numbers or max(port, ucx_port) > 65535:
                 raise ValueError
             if type(worker) is not bytes or not worker or type(machine) is not bytes:
                 raise ValueError
+            if type(spaces) is not bytes or len(spaces) not in (0, NAMESPACES_BYTES):
+                raise ValueError
             ipaddress.ip_address(host)
         except (ValueError, TypeError, msgpack.UnpackException):
             raise ProtocolError(f"rank {rank} sent no usable address", rank=rank) from None
-        return cls(host, port, Terms(eager, early), worker, ucx_port, machine)
+        return cls(host, port, Terms(eager, early), worker, ucx_port, machine, spaces)
 
     def endpoint(self, job: Job) -> Endpoint:
         """Where to dial this rank's lifeline."""
@@ -135,11 +146,29 @@ async def join(job: Job) -> Transport:
             host, port = await reachable_address(job, listener)
             listening = Listening(engine) if parameters.listen else None
             ucx_port = listening.port if listening else 0
-            us = _Peer(host, port, parameters.terms, engine.address, ucx_port, _machine())
+            us = _Peer(host, port, parameters.terms, engine.address, ucx_port, _machine(), namespaces())
             meeting = await job.meet(us.pack())
             peers = {r: _Peer.unpack(data, r) for r, data in meeting.peers(job.rank).items()}
             mesh = Mesh(job, meeting.session)
             await mesh.link(listener, {rank: peer.endpoint(job) for rank, peer in peers.items()})
+        everyone = [_Peer.unpack(data, r) for r, data in enumerate(meeting.payloads) if data]
+        if divided(peer.namespaces for peer in everyone):
+            try:
+                if memory_unasked(parameters):
+                    context = await asyncio.to_thread(open_context, api, without_memory(parameters))
+                    engine = Engine(
+                        api, context, parameters.progress, Spin.of(parameters.spin, job.world_size)
+                    )
+                    if listening is not None:
+                        listening.close()
+                    transport.drive_instead(engine)
+                    listening = Listening(engine) if parameters.listen else None
+                told = engine.address, listening.port if listening else 0
+                peers = await _tell_again(job, told, mesh.sockets, peers)
+            except BaseException:
+                for sock in mesh.sockets.values():
+                    sock.close()
+                raise
         links: dict[int, Link] = {}
         try:
             if listening is None:
@@ -198,6 +227,48 @@ def _capabilities(parameters: UcxParameters, device_memory: bool) -> Capabilitie
     )
 
 
+async def _tell_again(
+    job: Job, told: tuple[bytes, int], lifelines: Mapping[int, socket.socket], peers: dict[int, _Peer]
+) -> dict[int, _Peer]:
+    """`peers` with the addresses that they have now, told over the lifelines.
+
+    Raises:
+        PeerLostError: a rank died meanwhile.
+        CollectiveTimeoutError: a rank said nothing.
+        ProtocolError: a rank told nonsense.
+    """
+    loop = asyncio.get_running_loop()
+    packed = msgpack.packb(told)
+    found: dict[int, _Peer] = {}
+    rank = -1
+    try:
+        async with asyncio.timeout(job.remaining()):
+            for rank in lifelines:
+                await loop.sock_sendall(lifelines[rank], len(packed).to_bytes(4, "little") + packed)
+            for rank, lifeline in lifelines.items():
+                size = int.from_bytes(await read_exactly(loop, lifeline, 4), "little")
+                if size > _MOST_ADDRESS + 16:
+                    raise ValueError
+                worker, port = msgpack.unpackb(await read_exactly(loop, lifeline, size), max_array_len=2)
+                if type(worker) is not bytes or not worker or type(port) is not int or port >> 16:
+                    raise ValueError
+                found[rank] = peers[rank]._replace(worker=worker, ucx_port=port)
+    except TimeoutError:
+        missing = tuple(rank for rank in peers if rank not in found)
+        raise CollectiveTimeoutError(
+            f"rank {job.rank} of {job.world_size}: ranks {', '.join(map(str, missing))} did not say where "
+            f"their UCX workers are within timeout={job.timeout:g} s; start them again",
+            missing=missing,
+        ) from None
+    except OSError as error:
+        raise PeerLostError(
+            f"rank {job.rank}: rank {rank} died while it joined: {error}", rank=rank
+        ) from None
+    except (ValueError, TypeError, msgpack.UnpackException):
+        raise ProtocolError(f"rank {rank} sent no usable address", rank=rank) from None
+    return found
+
+
 def _endpoint(job: Job, api: Any, engine: Engine, rank: int, peer: _Peer) -> Any:
     """An endpoint to a peer's worker."""
     try:
@@ -234,7 +305,8 @@ async def _greet(job: Job, transport: UcxTransport, links: dict[int, Link]) -> N
         raise CollectiveTimeoutError(
             f"rank {job.rank} of {job.world_size}: nothing came over UCX from ranks "
             f"{', '.join(map(str, missing))} within timeout={job.timeout:g} s; give all ranks the "
-            "same tls= and net_devices=, or look for a firewall between them",
+            "same tls= and net_devices=, without shared memory for ranks in containers of one machine "
+            "(tls=tcp), or look for a firewall between them",
             missing=missing,
         ) from None
 
@@ -247,8 +319,4 @@ def _key(job: Job, session: bytes, rank: int) -> int:
 
 def _machine() -> bytes:
     """Names the kernel this process runs on, for error texts."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
-            return hashlib.blake2b(file.read(), digest_size=8).digest()
-    except OSError:
-        return hashlib.blake2b(socket.gethostname().encode(), digest_size=8).digest()
+    return hashlib.blake2b(boot_id() or socket.gethostname().encode(), digest_size=8).digest()

@@ -58,6 +58,12 @@ class UcxTransport:
         self._beat_at = 0.0
         self._beat: asyncio.TimerHandle | None = None
 
+    def drive_instead(self, engine: Engine) -> None:
+        """Give up the UCX worker, and take this one; before `link`."""
+        assert self._engine is not None
+        free, self._engine = self._engine.release([]), engine
+        Engine.free_aside(free)
+
     def link(self, links: Mapping[int, Link]) -> None:
         """The links are made; called once, before the first message."""
         self._links = dict(links)
