@@ -176,6 +176,8 @@ class Channel:
             job_rank = error.rank if error.rank is not None else -1
             peer = self.members.index(job_rank) if job_rank in self.members else me
             failure = notices.Failure("left" if error.orderly else "lost", peer, str(error))
+            if not error.orderly:  # before the node hears of it: who catches the error finds its record
+                self.node.flight.trigger(str(error))
             return failure.as_error(str(operation), me), failure
         if isinstance(error, RudaError):
             return error, notices.Failure("error", me, str(error))

@@ -99,7 +99,7 @@ class AsyncCommunicator(AsyncOperations):
 
     def last_failure(self) -> dict[str, Any] | None:
         """The flight record that the latest timeout or lost rank left in memory, or None."""
-        last = self._node.flight.last
+        last = self._node.flight.latest()
         return None if last is None else last.render()
 
     def describe(self) -> dict[str, Any]:

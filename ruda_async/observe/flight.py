@@ -150,6 +150,11 @@ class FlightRecords:
         if folder is not None:
             write_behind(snapshot, folder)
 
+    def latest(self) -> Snapshot | None:
+        """The latest record that a failure caused, or a fresh one where it is due. From any thread."""
+        reason = self._reason
+        return self.last if reason is None else self.take(reason)
+
     def take(self, reason: str) -> Snapshot:
         """A record of this moment. May be called from any thread."""
         node = self._node

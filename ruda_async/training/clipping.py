@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, RudaError
-from .lanes import await_here, inner_of
+from .lanes import await_here, inner_of, refused
 
 __all__ = ["NonFiniteGradientError", "clip_grad_norm_"]
 
@@ -50,17 +50,21 @@ def clip_grad_norm_(
 
     Raises:
         NonFiniteGradientError: the norm is NaN or infinite, and `error_if_nonfinite`.
-        ConfigError: `max_norm` or `norm_type` is out of range.
+        ConfigError: `max_norm` or `norm_type` is out of range; the other ranks' call fails too, and says so.
         RudaError: as collectives do.
     """
-    if not max_norm >= 0:
-        raise ConfigError(f"max_norm={max_norm!r} is out of range; it is 0 or more")
-    if not norm_type > 0:
-        raise ConfigError(f"norm_type={norm_type!r} is out of range; it is above 0, or float('inf')")
-    whole = _gradients([parameters] if isinstance(parameters, Tensor) else parameters)
-    parts = _gradients(sharded)
-    shares = torch.tensor([_power(whole, norm_type), _power(parts, norm_type)], dtype=torch.float64)
-    if shard_comm is not None and inner_of(shard_comm)._channel is not inner_of(comm)._channel:
+    inner = inner_of(comm)
+    grid = shard_comm is not None and inner_of(shard_comm)._channel is not inner._channel
+    try:
+        _check(max_norm, norm_type)
+        whole = _gradients([parameters] if isinstance(parameters, Tensor) else parameters)
+        parts = _gradients(sharded)
+        shares = torch.tensor([_power(whole, norm_type), _power(parts, norm_type)], dtype=torch.float64)
+    except Exception as error:
+        if grid:  # its ranks make this call first, and then find out with all others
+            _everyones(shard_comm, torch.zeros(2, dtype=torch.float64))
+        await_here(comm, refused(inner, "clip_grad_norm_", error))
+    if grid:
         shares[1] = _joined(_everyones(shard_comm, shares)[:, 1], norm_type)
         # Other groups may hold replicas with other rounding: rank 0's numbers hold for all.
         everyone = _everyones(comm, shares)
@@ -80,6 +84,13 @@ def clip_grad_norm_(
     if factor != 1.0 and (whole or parts):
         torch._foreach_mul_(whole + parts, factor)
     return total
+
+
+def _check(max_norm: float, norm_type: float) -> None:
+    if not max_norm >= 0:
+        raise ConfigError(f"max_norm={max_norm!r} is out of range; it is 0 or more")
+    if not norm_type > 0:
+        raise ConfigError(f"norm_type={norm_type!r} is out of range; it is above 0, or float('inf')")
 
 
 def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:

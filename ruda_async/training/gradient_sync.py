@@ -56,7 +56,7 @@ class GradientSync:
     Raises:
         TensorContractError: a parameter cannot take part, or the ranks' parameters or arguments differ (then
             on all ranks, and the communicator still works).
-        ConfigError: an argument is wrong.
+        ConfigError: an argument is wrong; the other ranks' call fails too, naming this rank.
         BlockedLoopError: called on the loop of an `AsyncCommunicator`.
         RudaError: as collectives do, here and out of ``loss.backward()``.
     """
@@ -74,14 +74,6 @@ class GradientSync:
         broadcast: bool = True,
     ) -> None:
         inner = inner_of(comm)
-        if op not in ("mean", "sum"):
-            raise ConfigError(f"op={op!r} is not known; gradients are combined by 'mean' or 'sum'")
-        if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-            raise ConfigError(f"bucket_bytes is a number of bytes from 1 on, not {bucket_bytes!r}")
-        if compress not in (None, *_WIRE):
-            raise ConfigError(
-                f"compress={compress!r} is not known; use torch.bfloat16, torch.float16 or None"
-            )
         self._comm = comm
         self._op = op
         self._overlap = overlap
@@ -91,9 +83,10 @@ class GradientSync:
         members = _members(model, comm, groups)
         self._alone = [m.parameter for m in members if m.comm is None]
         try:
+            _check(op, bucket_bytes, compress)
             shared = [m for m in members if m.comm is not None]
             self._buckets = make_buckets(shared, bucket_bytes, compress)
-        except TensorContractError as error:
+        except (ConfigError, TensorContractError) as error:
             await_here(comm, refused(inner, "GradientSync", error))
         self._of = {m.parameter: bucket for bucket in self._buckets for m in bucket.members}
         self._names = {m.parameter: m.name for m in members}
@@ -362,6 +355,15 @@ class GradientSync:
             f"<GradientSync of {len(self._names)} parameters in {len(self._buckets)} buckets, rank "
             f"{self._rank}>"
         )
+
+
+def _check(op: str, bucket_bytes: int, compress: torch.dtype | None) -> None:
+    if op not in ("mean", "sum"):
+        raise ConfigError(f"op={op!r} is not known; gradients are combined by 'mean' or 'sum'")
+    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+        raise ConfigError(f"bucket_bytes is a number of bytes from 1 on, not {bucket_bytes!r}")
+    if compress not in (None, *_WIRE):
+        raise ConfigError(f"compress={compress!r} is not known; use torch.bfloat16, torch.float16 or None")
 
 
 def _members(

@@ -19,6 +19,8 @@ from .shards import flatten
 
 __all__ = ["ShardedOptimizer"]
 
+#: What an optimizer's state consists of.
+_STATE = {"state": dict, "param_groups": list}
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -46,7 +48,8 @@ class ShardedOptimizer:
 
     Raises:
         TensorContractError: a parameter cannot take part, or ranks' parameters differ (then on all ranks).
-        ConfigError: there are no parameters, or one is there twice.
+        ConfigError: there are no parameters, or one is there twice; the other ranks' call fails too. Where
+            `factory` raises on one rank, the others' first step does, naming that rank.
         BlockedLoopError: called on the loop of an `AsyncCommunicator`.
         RudaError: as collectives do.
     """
@@ -84,9 +87,12 @@ class ShardedOptimizer:
         self._used = torch.zeros(len(self._parameters), dtype=torch.uint8)
         self._reduced = False
         pieces = [[piece.part for flat in flats for piece in flat.pieces] for flats in by_group]
-        self.optimizer = factory(
-            [{**group, "params": parts} for group, parts in zip(groups, pieces, strict=True)]
-        )
+        try:
+            self.optimizer = factory(
+                [{**group, "params": parts} for group, parts in zip(groups, pieces, strict=True)]
+            )
+        except Exception as error:  # the other ranks hear of it in their first step
+            await_here(comm, refused(inner, "ShardedOptimizer", error, len(self._flats) + 1))
 
     # ------------------------------------------------------------------ a step
 
@@ -202,8 +208,15 @@ class ShardedOptimizer:
         Every rank is given the whole state.
 
         Raises:
-            ConfigError: it is of other parameters.
+            ConfigError: it is of other parameters, or no optimizer's state. Nothing was changed, and the
+                other ranks do not know of it: see that all of them load the same.
         """
+        if not all(isinstance(state_dict.get(key), kind) for key, kind in _STATE.items()):
+            there = ", ".join(map(repr, state_dict)) or "nothing"
+            raise ConfigError(
+                f"rank {self._inner.rank} of {self._inner.world_size}: a state has 'state' and "
+                f"'param_groups', and this has {there}; pass what state_dict() returned"
+            )
         theirs = [len(group["params"]) for group in state_dict["param_groups"]]
         if theirs != self._sizes:
             raise ConfigError(

@@ -11,7 +11,7 @@ import pytest
 from support import fresh_url, outcome, run_ranks
 
 import ruda_async
-from ruda_async import AsyncCommunicator, CollectiveTimeoutError, TensorContractError
+from ruda_async import AsyncCommunicator, CollectiveTimeoutError, PeerLostError, TensorContractError
 from ruda_async.observe.recorder import RING, Recorder, Transfer
 
 
@@ -167,6 +167,44 @@ async def test_a_timeout_leaves_a_record_in_memory() -> None:
                 c for c in record["operations"] if c["operation"] == "barrier" and c["channel_name"] == "main"
             ]
             assert late["missing"] == [1]
+
+    await run_ranks(2, body)
+
+
+async def test_who_catches_an_error_finds_its_record() -> None:
+    """Before the loop turns, and also where the record before is younger than the least time between two."""
+
+    async def body(comm: AsyncCommunicator) -> None:
+        side = comm.channel("side")
+        for call, operation in ((comm.barrier, "barrier"), (comm.all_gather_object, "all_gather_object")):
+            if comm.rank == 0:
+                arguments = (1,) if operation != "barrier" else ()
+                with pytest.raises(CollectiveTimeoutError):
+                    await call(*arguments, timeout=0.05)
+                record = comm.last_failure()
+                assert record is not None
+                assert operation in record["reason"]
+                assert operation in [c["operation"] for c in record["operations"]]
+        await side.barrier()
+
+    await run_ranks(2, body)
+
+
+async def test_a_lost_rank_leaves_its_record_with_the_error() -> None:
+    async def body(comm: AsyncCommunicator) -> None:
+        await comm.barrier()
+        if comm.rank == 1:
+            comm.abort("it is gone")
+            return
+        with pytest.raises(PeerLostError):
+            await comm.barrier()
+        record = comm.last_failure()
+        assert record is not None
+        assert record["reason"] == "rank 1 aborted: it is gone"
+        assert [c["state"] for c in record["operations"]] == ["done", "failed"]
+        while not (record := comm.last_failure())["lost"]:  # the record that stays  # type: ignore[index]
+            await asyncio.sleep(0)
+        assert list(record["lost"]) == ["1"]
 
     await run_ranks(2, body)
 

@@ -10,7 +10,7 @@ import torch
 from rank_threads import in_threads
 from torch import Tensor, nn
 
-from ruda_async import ConfigError, RudaError, sync
+from ruda_async import CollectiveCancelledError, ConfigError, RudaError, sync
 from ruda_async.training import NonFiniteGradientError, clip_grad_norm_
 
 
@@ -89,18 +89,32 @@ def test_halves_do_not_overflow() -> None:
     in_threads(2, body)
 
 
+def test_a_wrong_argument_in_a_grid_fails_the_call_on_every_rank_of_it() -> None:
+    """Of every row, also of those whose own first exchange was right; and the next call works."""
+
+    def body(comm: sync.Communicator) -> float:
+        row = comm.split(comm.rank // 2)
+        assert row is not None
+        bad = comm.rank == 1
+        with pytest.raises(ConfigError if bad else CollectiveCancelledError, match="max_norm=-1") as caught:
+            clip_grad_norm_([], -1.0 if bad else 1.0, comm, sharded=[_parameter(1)], shard_comm=row)
+        assert bad or caught.value.rank == 1
+        return clip_grad_norm_([], 1e6, comm, sharded=[_parameter(comm.rank % 2)], shard_comm=row).item()
+
+    assert len(set(in_threads(4, body))) == 1
+
+
 def test_no_gradients_and_wrong_arguments() -> None:
     def body(comm: sync.Communicator) -> None:
         alone = _parameter(1) if comm.rank == 0 else nn.Parameter(torch.zeros(1))
         mine: Tensor = clip_grad_norm_(nn.Parameter(torch.zeros(1)), 1.0, comm, sharded=[alone])
         assert mine.item() > 0
         assert clip_grad_norm_([], 1.0, comm).item() == 0
-        with pytest.raises(ConfigError, match="max_norm"):
-            clip_grad_norm_([], -1.0, comm)
-        with pytest.raises(ConfigError, match="max_norm"):
-            clip_grad_norm_([], math.nan, comm)
-        with pytest.raises(ConfigError, match="norm_type"):
-            clip_grad_norm_([], 1.0, comm, norm_type=0)
+        for name, wrong in (("max_norm", -1.0), ("max_norm", math.nan), ("norm_type", 0.0)):
+            options: dict[str, Any] = {"max_norm": 1.0} | ({name: wrong} if comm.rank else {})
+            with pytest.raises(ConfigError if comm.rank else CollectiveCancelledError, match=name) as caught:
+                clip_grad_norm_([], comm=comm, **options)
+            assert comm.rank or caught.value.rank == 1
         comm.barrier()
 
     in_threads(2, body)

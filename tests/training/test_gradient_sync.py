@@ -12,7 +12,14 @@ from support import run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ruda_async import AsyncCommunicator, ConfigError, TensorContractError, autograd, sync
+from ruda_async import (
+    AsyncCommunicator,
+    CollectiveCancelledError,
+    ConfigError,
+    TensorContractError,
+    autograd,
+    sync,
+)
 from ruda_async.training import GradientSync, off_loop
 
 WORLD = 3
@@ -329,8 +336,11 @@ def test_first_broadcast_and_disagreement() -> None:
             GradientSync([nn.Parameter(torch.zeros(1, dtype=kind))], comm)
         assert caught.value.rank == 1
         for wrong in ({"op": "max"}, {"bucket_bytes": 0}, {"compress": torch.float64}):
-            with pytest.raises(ConfigError):
-                GradientSync(net, comm, **wrong)  # type: ignore[arg-type]
+            options: dict[str, Any] = wrong if comm.rank else {}  # rank 0's are right, and fail too
+            expected = ConfigError if comm.rank else CollectiveCancelledError
+            with pytest.raises(expected, match=next(iter(wrong))) as refusal:
+                GradientSync(net, comm, **options)
+            assert comm.rank or refusal.value.rank == 1
         comm.barrier()
 
     in_threads(2, body)

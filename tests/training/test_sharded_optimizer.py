@@ -14,7 +14,7 @@ from rank_threads import in_threads
 from support import run_ranks
 from torch import Tensor, nn
 
-from ruda_async import AsyncCommunicator, ConfigError, TensorContractError, sync
+from ruda_async import AsyncCommunicator, CollectiveCancelledError, ConfigError, TensorContractError, sync
 from ruda_async.training import ShardedOptimizer, off_loop
 
 Factory = Callable[[Any], torch.optim.Optimizer]
@@ -208,6 +208,25 @@ def test_schedulers_and_other_divisors() -> None:
     in_threads(2, body)
 
 
+def test_a_factory_that_raises_on_one_rank_fails_the_others_first_step() -> None:
+    def body(comm: sync.Communicator) -> None:
+        rate = -1.0 if comm.rank == 1 else 1.0
+        p = nn.Parameter(torch.zeros(4))
+        sgd = partial(torch.optim.SGD, lr=rate)
+        if comm.rank == 1:
+            with pytest.raises(ValueError, match="learning rate"):
+                ShardedOptimizer(sgd, [p], comm)
+        else:
+            optimizer = ShardedOptimizer(sgd, [p], comm)
+            p.sum().backward()
+            with pytest.raises(CollectiveCancelledError, match=r"rank 1 .*learning rate") as caught:
+                optimizer.step()
+            assert caught.value.rank == 1
+        comm.barrier()
+
+    in_threads(2, body)
+
+
 def test_misuse_fails_on_all_ranks() -> None:
     def body(comm: sync.Communicator) -> None:
         p = nn.Parameter(torch.zeros(2 + comm.rank))
@@ -227,6 +246,9 @@ def test_misuse_fails_on_all_ranks() -> None:
             optimizer.step()
         assert comm.rank == 0 or caught.value.rank == 0
         optimizer.zero_grad()
+        for nothing in ({}, {"state": {}}, {"state": {}, "param_groups": None}):
+            with pytest.raises(ConfigError, match=r"param_groups.*state_dict\(\)"):
+                optimizer.load_state_dict(nothing)
         with pytest.raises(ConfigError, match="groups of"):
             optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0, 1]}]})
         state = {0: {"momentum_buffer": torch.zeros(3)}}

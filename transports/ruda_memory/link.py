@@ -289,14 +289,14 @@ class MemoryTransport:
         }
 
     async def close(self) -> None:
-        self._leave(CommunicatorClosedError(f"rank {self.rank} closed this communicator"), "closed", True)
+        ours = CommunicatorClosedError(f"rank {self.rank} closed this communicator")
+        self._leave(ours, f"rank {self.rank} has closed its communicator", True)
 
     def abort(self, reason: str) -> None:
-        self._leave(
-            CommunicatorClosedError(f"rank {self.rank} aborted: {reason}"), f"aborted: {reason}", False
-        )
+        text = f"rank {self.rank} aborted: {reason}"
+        self._leave(CommunicatorClosedError(text), text, False)
 
-    def _leave(self, ours: BaseException, how: str, orderly: bool) -> None:
+    def _leave(self, ours: BaseException, theirs: str, orderly: bool) -> None:
         if self._closed is not None:
             return
         self._closed = ours
@@ -307,9 +307,7 @@ class MemoryTransport:
         self._take_back(ours, lambda *_: True)
         for peer, transport in self.peers.items():
             if peer != self.rank:
-                lost = PeerLostError(
-                    f"rank {self.rank} has {how} its communicator", rank=self.rank, orderly=orderly
-                )
+                lost = PeerLostError(theirs, rank=self.rank, orderly=orderly)
                 call(transport.loop, transport._peer_left, self.rank, lost)
 
     def _peer_left(self, peer: int, error: PeerLostError) -> None:
