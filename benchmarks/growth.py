@@ -71,7 +71,7 @@ async def ranks(size: int, algorithm: str, call: Call, nbytes: int, calls: int) 
 
 def expected(operation: str, algorithm: str, size: int, nbytes: int, model: Capabilities) -> float:
     """Seconds of one core for a call and the barrier after it."""
-    case = case_of(nbytes, size, model, False)
+    case = case_of(nbytes, size, model, False, True)
     formulas = {candidate.algorithm: candidate.seconds for candidate in CANDIDATES[operation]}
     (barrier,) = CANDIDATES["barrier"]
     return size * (formulas[algorithm](case) + barrier.seconds(case))
@@ -89,7 +89,7 @@ def table(numbers: Numbers, worlds: Sequence[int], calls: int) -> str:
             for label, nbytes in SIZES.items() if operation != "barrier" else {"0": 0}.items():
                 cells = []
                 for size in worlds:
-                    if not candidate.can_run(case_of(nbytes, size, model, False), True):
+                    if not candidate.can_run(case_of(nbytes, size, model, False, True), True):
                         cells.append("")
                         continue
                     gc.collect()

@@ -85,9 +85,7 @@ class Channel:
             node.recorder.succeeded(operation)
             if node.spans is not None:
                 node.spans.end(operation, None)
-            node.unturned += 1
-            if node.unturned >= 32:  # calls that never had to wait must not starve the loop
-                node.unturned = 0
+            if node.is_due():
                 await asyncio.sleep(0)
             return result
         except BaseException as error:

@@ -93,7 +93,7 @@ class Node:
         #: Why this node can do no more.
         self.closed: RudaError | None = None
         #: Calls finished since one of them last let the loop turn.
-        self.unturned = 0
+        self._unturned = 0
         #: Called with every ``survivors`` notice: see `recovery`.
         self.on_survivors: Callable[[int, int, int, list[int], bool], None] | None = None
         self._not_open = ClosedChannels()
@@ -195,6 +195,14 @@ class Node:
         if channel is not None:
             return channel.is_stale(sequence)
         return self._not_open.is_past(id, sequence)
+
+    def is_due(self) -> bool:
+        """Whether it is time to let the loop turn: calls that never have to wait must not starve it."""
+        self._unturned += 1
+        if self._unturned < 32:
+            return False
+        self._unturned = 0
+        return True
 
     def report(self, channel: Channel, members: Iterable[int], sequence: int, head: bytes) -> None:
         """Tell `members` that this rank is in call `sequence` of `channel`, or past it (an empty head)."""

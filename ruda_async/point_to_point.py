@@ -102,6 +102,8 @@ class PointToPoint:
         except BaseException as error:
             self._failed(transfer, error, timeout, (dest,))
         self._succeeded(transfer)
+        if channel.node.is_due():
+            await asyncio.sleep(0)
 
     async def recv(self, source: int, tag: int, like: Any, out: Any, timeout: float) -> Any:
         """Receive the next tensor that group rank `source` sent with `tag`."""
@@ -123,6 +125,8 @@ class PointToPoint:
         except BaseException as error:
             self._failed(transfer, error, timeout, (source,))
         self._succeeded(transfer)
+        if channel.node.is_due():
+            await asyncio.sleep(0)
         return result
 
     async def recv_any(self, tag: int, like: Any, out: Any, timeout: float) -> tuple[Any, int]:

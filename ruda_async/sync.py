@@ -237,7 +237,8 @@ class _Starter:
         def start(*args: Any, **options: Any) -> Work[Any]:
             call = method(*args, **options)
             communicator._check(call)
-            return communicator._loop.start(call, f"rank {communicator.rank}, {name}")
+            # A small message leaves at once, without a task of its own.
+            return communicator._loop.start(call, f"rank {communicator.rank}, {name}", by_hand=name == "send")
 
         start.__name__ = name
         return start

@@ -214,3 +214,30 @@ async def test_receive_from_any_goes_on_while_one_may_send(url: str) -> None:
             await comm.send(np.array([5]), 0)
 
     await run_ranks(3, body, url=url)
+
+
+async def test_sends_that_need_not_wait_let_the_loop_turn(url: str) -> None:
+    async def body(comm: AsyncCommunicator) -> None:
+        turns, ended = 0, False
+
+        async def turn() -> None:
+            nonlocal turns
+            while not ended:
+                turns += 1
+                await asyncio.sleep(0)
+
+        turning = asyncio.ensure_future(turn())
+        if comm.rank == 0:
+            for number in range(320):
+                await comm.send(np.array([number]), 1)
+            assert turns > 5
+        await comm.barrier()
+        if comm.rank == 1:
+            before = turns
+            for number in range(320):
+                assert await comm.recv(0) == [number]
+            assert turns - before > 5
+        ended = True
+        await turning
+
+    await run_ranks(2, body, url=url)

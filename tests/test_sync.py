@@ -20,7 +20,7 @@ import pytest
 from support import fresh_url
 
 import ruda_async
-from ruda_async import CollectiveTimeoutError, CommunicatorClosedError, sync
+from ruda_async import CollectiveTimeoutError, CommunicatorClosedError, TensorContractError, sync
 from ruda_async.operations import AsyncOperations
 from ruda_async.sync_operations import Operations
 
@@ -93,6 +93,24 @@ def test_started_calls(url: str) -> None:
         comm.barrier()
         comm.send(np.ones(2), 1 - comm.rank)
         assert waiting.wait(10).tolist() == [1, 1]
+
+    in_threads(2, body, url)
+
+
+@pytest.mark.parametrize("count", [4, 600_000], ids=["small", "large"])
+def test_started_sends_keep_their_order_and_tell_errors_when_waited_for(url: str, count: int) -> None:
+    def body(comm: sync.Communicator) -> None:
+        peer = 1 - comm.rank
+        for round in range(5):
+            works = [comm.start.send(np.full(count, 10.0 * round + i), peer) for i in range(3)]
+            for i in range(3):
+                assert (comm.recv(peer) == 10.0 * round + i).all()
+            for work in works:
+                assert work.wait(10) is None
+        refused = comm.start.send(np.zeros(3), comm.rank)
+        with pytest.raises(TensorContractError, match="does not send to itself"):
+            refused.wait()
+        comm.barrier()
 
     in_threads(2, body, url)
 

@@ -8,7 +8,7 @@ from html import escape
 from .plan import format_size
 from .results import Report, Row
 from .shown import LEGEND, Section, bandwidth, cells, columns, seconds, sections, times
-from .svg import COLORS, Line, plot
+from .svg import COLORS, Line, line_style, plot
 from .table import remarks
 
 __all__ = ["to_html"]
@@ -33,6 +33,7 @@ figure { margin: 0; } svg { width: 100%%; height: auto; display: block; }
 .legend svg { display: inline; width: 28px; height: 10px; vertical-align: middle; margin-right: 6px; }
 .grid { stroke: var(--rule); stroke-width: 1; } .axis { fill: var(--soft); font-size: 12px; }
 .line { fill: none; stroke-width: 2; stroke-linejoin: round; } .dashed { stroke-dasharray: 6 4; }
+.dotted { stroke-dasharray: 2 4; }
 .point { stroke: var(--ground); stroke-width: 2; } .reach { fill: transparent; }
 g:hover .point { r: 6px; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
@@ -100,8 +101,8 @@ def _section(section: Section, colors: dict[str, int]) -> list[str]:
 def _legend(section: Section, colors: dict[str, int]) -> str:
     items = []
     for subject, row in {row.subject: row for row in section.rows}.items():
-        dash = "" if row.name == "ruda" else " dashed"
-        mark = f'<path class="line c{colors[subject] % COLORS}{dash}" d="M0 5H28"/>'
+        style = line_style(colors[subject], row.name != "ruda")
+        mark = f'<path class="line {style}" d="M0 5H28"/>'
         items.append(f'<li><svg viewBox="0 0 28 10" aria-hidden="true">{mark}</svg>{escape(subject)}</li>')
     return f'<ul class="legend">{"".join(items)}</ul>'
 

@@ -7,13 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-__all__ = ["COLORS", "Line", "plot"]
+__all__ = ["COLORS", "Line", "line_style", "plot"]
 
-#: Styles ``c0 … c7`` are expected in the page; lines beyond repeat them.
+#: Styles ``c0 … c7`` are expected in the page; lines beyond repeat them, ``dotted``.
 COLORS = 8
 
 _WIDTH, _HEIGHT = 560, 320
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 12, 44
+#: What a text on the axis across takes.
+_TEXT = 54
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +58,17 @@ def plot(
         parts.append(f'<path class="grid" d="M{_LEFT} {down:.1f}H{_WIDTH - _RIGHT}"/>')
         place = f'x="{_LEFT - 8}" y="{down + 4:.1f}" text-anchor="end"'
         parts.append(f'<text class="axis" {place}>{escape(y_text(y))}</text>')
-    for x in _sizes(sorted(set(xs))):
-        across, _ = at(x, ys[0])
+    for across, x in _apart([(at(x, ys[0])[0], x) for x in sorted(set(xs))]):
         place = f'x="{across:.1f}" y="{_HEIGHT - _BOTTOM + 20}" text-anchor="middle"'
         parts.append(f'<text class="axis" {place}>{escape(x_text(x))}</text>')
     for line in lines:
         parts += _drawn(line, at, x_text, y_text)
     return "\n".join([*parts, "</svg>"])
+
+
+def line_style(color: int, dashed: bool) -> str:
+    """The classes of a line, in a plot and in its legend."""
+    return f"c{color % COLORS}{' dashed' if dashed else ''}{' dotted' if color >= COLORS else ''}"
 
 
 def _drawn(
@@ -72,14 +78,13 @@ def _drawn(
     y_text: Callable[[float], str],
 ) -> list[str]:
     places = [at(x, y) for x, y in line.points]
-    color, dash = f"c{line.color % COLORS}", " dashed" if line.dashed else ""
     path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
-    parts = [f'<path class="line {color}{dash}" d="{path}"/>']
+    parts = [f'<path class="line {line_style(line.color, line.dashed)}" d="{path}"/>']
     for (x, y), (across, down) in zip(line.points, places, strict=True):
         text = escape(f"{line.label}, {x_text(x)}: {y_text(y)}")
         parts.append(
             f'<g><title>{text}</title><circle class="reach" cx="{across:.1f}" cy="{down:.1f}" r="12"/>'
-            f'<circle class="point {color}" cx="{across:.1f}" cy="{down:.1f}" r="4"/></g>'
+            f'<circle class="point c{line.color % COLORS}" cx="{across:.1f}" cy="{down:.1f}" r="4"/></g>'
         )
     return parts
 
@@ -107,6 +112,13 @@ def _ticks(logs: tuple[float, float], most: int) -> list[float]:
     return found[:: -(-len(found) // most)]
 
 
-def _sizes(values: Sequence[float]) -> Sequence[float]:
-    """At most eight of the measured sizes, evenly."""
-    return values[:: -(-len(values) // 8)]
+def _apart(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Those of ``(across, value)``, from the last one back, whose texts do not touch; always the first."""
+    kept = [places[-1]]
+    for place in reversed(places[:-1]):
+        is_first = place is places[0]
+        while is_first and len(kept) > 1 and kept[-1][0] - place[0] < _TEXT:
+            kept.pop()
+        if kept[-1][0] - place[0] >= _TEXT:
+            kept.append(place)
+    return kept[::-1]

@@ -11,6 +11,7 @@ import re
 import time
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from ruda_async.bench.report import to_html
 from ruda_async.bench.results import Machine, Report, Row, this_machine
 from ruda_async.bench.shown import bandwidth, seconds, sections, times
 from ruda_async.bench.statistics import ratio, summarize
+from ruda_async.bench.svg import COLORS, line_style
 from ruda_async.bench.table import print_report
 
 MACHINE = Machine(
@@ -209,6 +211,19 @@ def test_plots_have_the_points(report: Report) -> None:
             assert 0 < float(circle.attrib["cy"]) < 320
     assert "tcp async, 4 KiB: 100 µs" in plots[0]
     assert "gloo, 8 B: 250 µs" in plots[0]
+
+
+def test_texts_of_sizes_do_not_touch_and_ninth_colours_differ(report: Report) -> None:
+    sizes = [8, *(1 << power for power in range(14, 29, 2))]
+    report.rows = [row(nbytes=nbytes) for nbytes in sizes]
+    page = to_html(report)
+    part = next(part for part in page.split("<svg")[1:] if 'role="img"' in part)
+    root = ET.fromstring("<svg" + part.partition("</svg>")[0] + "</svg>")
+    across = [float(text.attrib["x"]) for text in root.iter("text") if text.attrib["text-anchor"] == "middle"]
+    assert 3 < len(across) < len(sizes)
+    assert min(right - left for left, right in pairwise(across)) > 50
+    styles = {line_style(color, dashed) for color in range(2 * COLORS) for dashed in (False, True)}
+    assert len(styles) == 4 * COLORS
 
 
 def test_one_size_is_not_plotted(report: Report) -> None:

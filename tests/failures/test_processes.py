@@ -154,7 +154,8 @@ def test_no_room_for_the_rings(culprit: int) -> None:
     options[culprit]["before"] = SMALL_FILES  # type: ignore[assignment]
     with rank_processes(fresh_url("shm"), 3, options, ready=False) as ranks:
         if culprit == 0:  # which makes no memory: the higher rank of a pair does
-            assert [rank.words()[:1] for rank in ranks] == [["ready"]] * 3
+            said = [rank.words() for rank in ranks]
+            assert [words[:1] for words in said] == [["ready"]] * 3, said
             return
         said = [rank.words() for rank in ranks]
     word, kind, *text = said[culprit]

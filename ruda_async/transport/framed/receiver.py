@@ -12,6 +12,7 @@ from .. import wire
 from ..base import DONE, Buffer, Envelope
 from ..matching import Arrived, Inbox, scatter
 from .activity import Activity, Looking, blocking
+from .announcements import Announcements
 from .guard import Guard
 from .payloads import Inbound
 from .sender import ANNOUNCED, DECLINED, FOLLOWS, OVERHEAD, UNSTARTED, Sender
@@ -76,10 +77,8 @@ class Receiver:
         self._current: Inbound | None = None
         self._left = 0
         self._guard = Guard(required=checksum)
-        # Announcements the peer has not used yet, by tag. They are not bound to the receives that caused
-        # them: those may be withdrawn or refused, or take a message whose payload is here already.
-        self._held: dict[int, int] = {}
         self.inbox = Inbox(peer, loop)
+        self._announcements = Announcements(terms.eager_bytes, self.inbox, sender.control, ANNOUNCED)
         self.heard = True
         self.messages = self.bytes = self.early_bytes = 0
 
@@ -91,7 +90,7 @@ class Receiver:
         if receive is None:
             return DONE
         if receive.nbytes > self._announce_beyond and not receive.matched:
-            self._announce(tag)
+            self._announcements.announce(tag)
         return Looking(receive.future, self.look)
 
     def probe(self, tag: int) -> Awaitable[Envelope]:
@@ -128,22 +127,6 @@ class Receiver:
             if future.done() or monotonic() > end:
                 return
 
-    def _announce(self, tag: int) -> None:
-        """Tell the peer that a large receive waits, so that its message need not be offered first."""
-        held = self._held.get(tag, 0)
-        if held < self.inbox.waiting(tag, self._announce_beyond):
-            self._held[tag] = held + 1
-            self._sender.control(wire.encode(wire.READY, tag, flags=ANNOUNCED))
-
-    def _take_announcement(self, tag: int) -> bool:
-        """A message of the peer's uses up one of the announcements it holds, if it holds any."""
-        held = self._held.get(tag, 0)
-        if held > 1:
-            self._held[tag] = held - 1
-        elif held:
-            del self._held[tag]
-        return held > 0
-
     def accept(self, inbound: Inbound) -> None:
         """A message has found its receive: ask for the payload, unless it comes without a word."""
         if not inbound.asked:
@@ -157,20 +140,12 @@ class Receiver:
         """The sender of a message will not finish it; `unstarted`: it had not begun with the payload."""
         tag = inbound.tag
         if unstarted and inbound.presumed and not self.is_stale(tag):
-            self._give_back(tag)
+            self._announcements.give_back(tag, self._inbound.values())
         receive = inbound.give_up(self._peer)
         if receive is not None:
             self.inbox.repost(receive)
             if receive.nbytes > self._announce_beyond and not receive.matched:
-                self._announce(tag)
-
-    def _give_back(self, tag: int) -> None:
-        """The sender took back an offer before our announcement reached it: what will it use that for?"""
-        for inbound in self._inbound.values():
-            if inbound.tag == tag and not inbound.asked and inbound.nbytes > self._announce_beyond:
-                inbound.asked = inbound.presumed = True
-                return
-        self._held[tag] = self._held.get(tag, 0) + 1
+                self._announcements.announce(tag)
 
     def decline(self, inbound: Inbound) -> None:
         """Nobody will receive an offered message: let its sender go on."""
@@ -401,13 +376,13 @@ class Receiver:
         self._inbound[frame.ident] = inbound
         if follows:
             self._follow(tag, frame.payload_bytes)
-        elif frame.payload_bytes > self._announce_beyond and self._take_announcement(tag):
+        elif frame.payload_bytes > self._announce_beyond and self._announcements.take(tag):
             inbound.asked = inbound.presumed = True  # they cross: the sender will take it for this offer
         self._match(inbound)
 
     def _follow(self, tag: int, nbytes: int) -> None:
         """A message comes by an announcement, whose own receive may have been withdrawn since."""
-        if not self._take_announcement(tag) and not self.is_stale(tag):
+        if not self._announcements.take(tag) and not self.is_stale(tag):
             raise ProtocolError(f"{nbytes} bytes follow that nobody was ready for")
 
     # ------------------------------------------------------------------ ending
@@ -415,7 +390,7 @@ class Receiver:
     def fail(self, tag: int, error: BaseException) -> None:
         """See `Transport.fail`."""
         self.inbox.fail(tag, error)
-        self._held.pop(tag, None)
+        self._announcements.forget(tag)
         for inbound in self._under_way():
             if inbound.tag == tag:
                 inbound.fail(error)
