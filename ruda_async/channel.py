@@ -228,6 +228,15 @@ class Channel:
         self.lost = self.lost or PeerLostError(str(error), rank=rank)
         for operation in list(self.active.values()):
             operation.fail(notices.lost_in_call(operation, error, rank))
+        for transfer in tuple(self.node.recorder.transfers):
+            if transfer.channel is self:
+                transfer.fail()
+
+    def loss(self) -> PeerLostError | None:
+        """Fresh, for one to raise: that a member was lost, by its rank in the job."""
+        if self.lost is None or self.lost.rank is None:
+            return None
+        return PeerLostError(str(self.lost), rank=self.members[self.lost.rank])
 
     def on_deadline(self, operation: Operation) -> None:
         """The call's time is up."""

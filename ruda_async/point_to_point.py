@@ -46,11 +46,11 @@ class _Turn:
         self.taken = False
         self._next: deque[asyncio.Future[None]] = deque()
 
-    async def take(self, deadline: float) -> None:
+    async def take(self, deadline: float, transfer: Transfer) -> None:
         """Wait for the turn.
 
         Raises:
-            TimeoutError
+            TimeoutError, PeerLostError
         """
         if not self.taken:
             self.taken = True
@@ -58,7 +58,7 @@ class _Turn:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._next.append(turn)
         try:
-            await Within(turn, deadline)
+            await Within(turn, deadline, transfer)
         except BaseException:
             if turn.done() and not turn.cancelled():
                 self.give_back()  # it came, but too late
@@ -98,7 +98,7 @@ class PointToPoint:
             data = adapter.read(value)
             transfer.sent = data.nbytes
             deadline = transfer.started + timeout
-            await Within(channel.node.transport.send(member, wire_tag, (data,), head), deadline)
+            await Within(channel.node.transport.send(member, wire_tag, (data,), head), deadline, transfer)
         except BaseException as error:
             self._failed(transfer, error, timeout, (dest,))
         self._succeeded(transfer)
@@ -115,9 +115,9 @@ class PointToPoint:
         try:
             deadline = transfer.started + timeout
             turn = self._turn(member, wire_tag)
-            await turn.take(deadline)
+            await turn.take(deadline, transfer)
             try:
-                envelope = await Within(channel.node.transport.probe(member, wire_tag), deadline)
+                envelope = await Within(channel.node.transport.probe(member, wire_tag), deadline, transfer)
                 target = await self._take(transfer, wire_tag, envelope, adapter, like, out, deadline)
             finally:
                 self._give_back(turn, member, wire_tag)
@@ -142,7 +142,7 @@ class PointToPoint:
         deadline = transfer.started + timeout
         self._begin(transfer)
         try:
-            async with self._first(peers, wire_tag, deadline) as (source, envelope):
+            async with self._first(peers, wire_tag, deadline, transfer) as (source, envelope):
                 transfer.sequence = (source, tag)
                 target = await self._take(transfer, wire_tag, envelope, adapter, like, out, deadline)
             result = target.finish()
@@ -153,12 +153,13 @@ class PointToPoint:
 
     @asynccontextmanager
     async def _first(
-        self, peers: list[int], wire_tag: int, deadline: float
+        self, peers: list[int], wire_tag: int, deadline: float, transfer: Transfer
     ) -> AsyncIterator[tuple[int, Envelope]]:
         """The first of `peers` whose message is there, inside its turn; the others' turns are given back."""
         channel = self._channel
         probes = {
-            asyncio.ensure_future(self._turn_and_probe(peer, wire_tag, deadline)): peer for peer in peers
+            asyncio.ensure_future(self._turn_and_probe(peer, wire_tag, deadline, transfer)): peer
+            for peer in peers
         }
         try:
             pending = set(probes)
@@ -182,13 +183,16 @@ class PointToPoint:
                     member = channel.members[peer]
                     self._give_back(self._turn(member, wire_tag), member, wire_tag)
 
-    async def _turn_and_probe(self, peer: int, wire_tag: int, deadline: float) -> Envelope:
+    async def _turn_and_probe(
+        self, peer: int, wire_tag: int, deadline: float, transfer: Transfer
+    ) -> Envelope:
         """Wait for the next message from `peer`, and keep the turn to take it."""
         member = self._channel.members[peer]
         turn = self._turn(member, wire_tag)
-        await turn.take(deadline)
+        await turn.take(deadline, transfer)
         try:
-            return await Within(self._channel.node.transport.probe(member, wire_tag), deadline)
+            probing = self._channel.node.transport.probe(member, wire_tag)
+            return await Within(probing, deadline, transfer)
         except BaseException:
             self._give_back(turn, member, wire_tag)
             raise
@@ -240,7 +244,7 @@ class PointToPoint:
             raise error.at(self._where(transfer), channel.rank) from None
         member = channel.members[source]
         receiving = channel.node.transport.recv_into(member, wire_tag, (target.buffer,), envelope.head)
-        await Within(receiving, deadline)
+        await Within(receiving, deadline, transfer)
         return target
 
     def _address(self, name: str, peer: int, tag: int) -> tuple[int, int]:
@@ -309,7 +313,10 @@ class PointToPoint:
         where = f"rank {channel.rank} of {channel.size}, channel {channel.name!r}, {call}"
         final = error
         if isinstance(error, PeerLostError):
-            rank = peers[0] if len(peers) == 1 else self._group_rank(error.rank)
+            if error is channel.lost:
+                rank = error.rank
+            else:
+                rank = peers[0] if len(peers) == 1 else self._group_rank(error.rank)
             final = PeerLostError(f"{where}: {error}", rank=rank, orderly=error.orderly)
         elif isinstance(error, TimeoutError) and not isinstance(error, RudaError):
             text = f"{where}: not finished within timeout={timeout:g} s"

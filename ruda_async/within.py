@@ -5,11 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Generator
 from time import monotonic
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-__all__ = ["Within"]
+__all__ = ["Party", "Within"]
 
 T = TypeVar("T")
+
+
+class Party(Protocol):
+    """Who wants to know of waits."""
+
+    def waits(self, wait: Within[Any]) -> None:
+        """It begins; may be ended at once."""
+        ...
+
+    def waits_no_more(self, wait: Within[Any]) -> None:
+        """It is over."""
+        ...
 
 
 class Within(Generic[T]):
@@ -22,14 +34,16 @@ class Within(Generic[T]):
     Args:
         awaitable: what to wait for.
         deadline: on the clock of `time.monotonic`.
+        party: who is told where there is a wait, and may `end` it.
     """
 
-    __slots__ = ("_awaitable", "_deadline", "_expired", "_waiting")
+    __slots__ = ("_awaitable", "_deadline", "_error", "_party", "_waiting")
 
-    def __init__(self, awaitable: Awaitable[T], deadline: float) -> None:
+    def __init__(self, awaitable: Awaitable[T], deadline: float, party: Party | None = None) -> None:
         self._awaitable = awaitable
         self._deadline = deadline
-        self._expired = False
+        self._party = party
+        self._error: Exception | None = None
         self._waiting: Any = None
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -40,8 +54,11 @@ class Within(Generic[T]):
             result: T = done.value
             return result
         loop = asyncio.get_running_loop()
-        timer = loop.call_later(max(self._deadline - monotonic(), 0.0), self._expire)
+        timer = loop.call_later(max(self._deadline - monotonic(), 0.0), self.end, TimeoutError())
         cancels = _cancels(loop)
+        party = self._party
+        if party is not None:
+            party.waits(self)
         try:
             while True:
                 thrown = None
@@ -49,22 +66,25 @@ class Within(Generic[T]):
                     yield self._waiting
                 except BaseException as error:
                     thrown = error
-                if self._expired and thrown is None and self._waiting is None:  # it gave the loop a turn
+                if self._error is not None and thrown is None and self._waiting is None:  # between two turns
                     thrown = asyncio.CancelledError()
                 self._waiting = inner.send(None) if thrown is None else inner.throw(thrown)
         except StopIteration as done:
             result = done.value
             return result
         except asyncio.CancelledError:
-            if self._expired and _cancels(loop) == cancels:
-                raise TimeoutError from None
+            if self._error is not None and _cancels(loop) == cancels:
+                raise self._error from None
             raise
         finally:
             timer.cancel()
+            if party is not None:
+                party.waits_no_more(self)
 
-    def _expire(self) -> None:
-        # A future that has its result, or is being cancelled already, is left alone.
-        self._expired = self._waiting is None or self._waiting.cancel()
+    def end(self, error: Exception) -> None:
+        """End the wait with `error`, unless it has its result or is being cancelled already."""
+        if self._waiting is None or self._waiting.cancel():
+            self._error = error
 
 
 def _cancels(loop: asyncio.AbstractEventLoop) -> int:

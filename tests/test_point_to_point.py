@@ -241,3 +241,23 @@ async def test_sends_that_need_not_wait_let_the_loop_turn(url: str) -> None:
         await turning
 
     await run_ranks(2, body, url=url)
+
+
+async def test_transfers_between_survivors_end_when_a_third_rank_is_lost(url: str) -> None:
+    """As collectives do: else a survivor would wait for one that has gone on to shrink."""
+
+    async def body(comm: AsyncCommunicator) -> None:
+        await comm.barrier()
+        if comm.rank == 1:
+            comm.abort("it is gone")
+            return
+        peer = 2 - comm.rank
+        waiting = [comm.recv(peer), comm.recv(peer), comm.recv_any(tag=7)]
+        ends = await asyncio.gather(*waiting, return_exceptions=True)
+        ends += await asyncio.gather(comm.recv(peer), return_exceptions=True)  # a later one too
+        assert [(type(end), end.rank) for end in ends] == [(PeerLostError, 1)] * 4  # type: ignore[union-attr]
+        smaller = await comm.shrink()
+        await smaller.send(np.array([comm.rank]), 1 - smaller.rank)
+        assert await smaller.recv(1 - smaller.rank) == [peer]
+
+    await run_ranks(3, body, url=url, timeout=60)

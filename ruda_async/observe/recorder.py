@@ -128,10 +128,11 @@ class _Call(Protocol):
 class Transfer:
     """A `send` or `recv` in flight."""
 
-    __slots__ = ("channel", "head", "name", "present", "received", "sent", "sequence", "started")
+    __slots__ = ("_waiting", "channel", "head", "name", "present", "received", "sent", "sequence", "started")
 
     def __init__(self, channel: Any, name: str, peer: int, tag: int) -> None:
         self.channel = channel
+        self._waiting: set[Any] = set()
         self.name = name
         self.sequence: tuple[int, int] = (peer, tag)
         self.head = b""
@@ -139,6 +140,22 @@ class Transfer:
         self.received = 0
         self.present: frozenset[int] = frozenset()
         self.started = monotonic()
+
+    def waits(self, wait: Any) -> None:
+        """See `within.Party`: it cannot finish where a member of its channel is lost already."""
+        self._waiting.add(wait)
+        loss = self.channel.loss()
+        if loss is not None:
+            wait.end(loss)
+
+    def waits_no_more(self, wait: Any) -> None:
+        """See `within.Party`."""
+        self._waiting.discard(wait)
+
+    def fail(self) -> None:
+        """A member of its channel is lost: end what waits."""
+        for wait in tuple(self._waiting):
+            wait.end(self.channel.loss())
 
 
 class Tally:
