@@ -157,10 +157,8 @@ class PointToPoint:
     ) -> AsyncIterator[tuple[int, Envelope]]:
         """The first of `peers` whose message is there, inside its turn; the others' turns are given back."""
         channel = self._channel
-        probes = {
-            asyncio.ensure_future(self._turn_and_probe(peer, wire_tag, deadline, transfer)): peer
-            for peer in peers
-        }
+        start = asyncio.ensure_future
+        probes = {start(self._turn_and_probe(peer, wire_tag, deadline, transfer)): peer for peer in peers}
         try:
             pending = set(probes)
             found: asyncio.Task[Envelope] | None = None
@@ -313,10 +311,9 @@ class PointToPoint:
         where = f"rank {channel.rank} of {channel.size}, channel {channel.name!r}, {call}"
         final = error
         if isinstance(error, PeerLostError):
-            if error is channel.lost:
-                rank = error.rank
-            else:
-                rank = peers[0] if len(peers) == 1 else self._group_rank(error.rank)
+            rank = self._group_rank(error.rank)
+            if rank is None and len(peers) == 1:
+                rank = peers[0]
             final = PeerLostError(f"{where}: {error}", rank=rank, orderly=error.orderly)
         elif isinstance(error, TimeoutError) and not isinstance(error, RudaError):
             text = f"{where}: not finished within timeout={timeout:g} s"
@@ -338,4 +335,4 @@ class PointToPoint:
 def _call(name: str, peer: int, tag: int) -> str:
     """A call in words: ``send to rank 1 (tag 0)``."""
     way = "to" if name == "send" else "from"
-    return f"{name} {way} {'any rank' if peer == -1 else f'rank {peer}'} (tag {tag})"
+    return f"{name} {way} {'any rank' if name == 'recv' and peer == -1 else f'rank {peer}'} (tag {tag})"
