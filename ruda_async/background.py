@@ -192,16 +192,11 @@ class BackgroundLoop:
                 if self._started:
                     by_hand, call = False, _after_started(call)
                 if by_hand:
-                    asyncio._set_running_loop(self._loop)
-                    blocking.seconds = _BLOCK
                     try:
-                        first = call.send(None)
+                        first = self._begin(call, _BLOCK)
                     except StopIteration as done:
                         result: R = done.value
                         return result
-                    finally:
-                        blocking.seconds = 0.0
-                        asyncio._set_running_loop(None)
                 task = self._loop.create_task(_rest(call, first) if by_hand else call)
                 interrupt.on_interrupt(lambda: self._loop.call_soon_threadsafe(task.cancel))
                 try:
@@ -237,20 +232,31 @@ class BackgroundLoop:
             done: concurrent.futures.Future[R] = concurrent.futures.Future()
             try:
                 with _deferred_interrupt():
-                    asyncio._set_running_loop(self._loop)
                     try:
-                        call = _rest(call, call.send(None))
+                        call = _rest(call, self._begin(call, 0.0))
                     except StopIteration as end:
                         done.set_result(end.value)
                     except Exception as error:
                         done.set_exception(error)
-                    finally:
-                        asyncio._set_running_loop(None)
             finally:
                 self._leave()
             if done.done():
                 return Work(done, label)
         return Work(self._submit(call), label)
+
+    def _begin(self, call: Coroutine[Any, Any, Any], seconds: float) -> Any:
+        """Run `call` by hand until it waits: for what, after waiting for bytes so many seconds at most.
+
+        Raises:
+            StopIteration: it has ended; with its result.
+        """
+        asyncio._set_running_loop(self._loop)
+        blocking.seconds = seconds
+        try:
+            return call.send(None)
+        finally:
+            blocking.seconds = 0.0
+            asyncio._set_running_loop(None)
 
     def _take_at_once(self) -> bool:
         """`_take`, where that neither waits nor overtakes calls that were started before."""

@@ -113,12 +113,10 @@ def _ticks(logs: tuple[float, float], most: int) -> list[float]:
 
 
 def _apart(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Those of ``(across, value)``, from the last one back, whose texts do not touch; always the first."""
-    kept = [places[-1]]
+    """Those of ``(across, value)`` whose texts do not touch, from the last back; the first before others."""
+    first, kept = places[0], [places[-1]]
     for place in reversed(places[:-1]):
-        is_first = place is places[0]
-        while is_first and len(kept) > 1 and kept[-1][0] - place[0] < _TEXT:
-            kept.pop()
-        if kept[-1][0] - place[0] >= _TEXT:
+        room = place is first or place[0] - first[0] >= _TEXT
+        if room and kept[-1][0] - place[0] >= _TEXT:
             kept.append(place)
     return kept[::-1]

@@ -137,7 +137,8 @@ async def join(job: Job) -> Transport:
     api = await asyncio.to_thread(load)
     context = await asyncio.to_thread(open_context, api, parameters)
     accelerator = find_accelerator(bool(context.cuda_support))
-    engine = Engine(api, context, parameters.progress, Spin.of(parameters.spin, job.world_size))
+    spin = Spin.of(parameters.spin, job.world_size)
+    engine = Engine(api, context, parameters.progress, spin)
     facts["cuda"] = accelerator.native
     transport = UcxTransport(job, engine, _capabilities(parameters, accelerator.native), facts)
     try:
@@ -156,9 +157,7 @@ async def join(job: Job) -> Transport:
             try:
                 if memory_unasked(parameters):
                     context = await asyncio.to_thread(open_context, api, without_memory(parameters))
-                    engine = Engine(
-                        api, context, parameters.progress, Spin.of(parameters.spin, job.world_size)
-                    )
+                    engine = Engine(api, context, parameters.progress, spin)
                     if listening is not None:
                         listening.close()
                     transport.drive_instead(engine)

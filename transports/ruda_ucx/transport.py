@@ -99,8 +99,7 @@ class UcxTransport:
     def probe(self, peer: int, tag: int) -> Awaitable[Envelope]:
         """See `Transport.probe`."""
         link = self._to(peer)
-        waiting = link.inbox.probe(tag)
-        return Looking(waiting, link.incoming.look) if isinstance(waiting, asyncio.Future) else waiting
+        return Looking.unless_ready(link.inbox.probe(tag), link.incoming.look)
 
     def fail(self, tag: int, error: BaseException) -> None:
         """See `Transport.fail`."""

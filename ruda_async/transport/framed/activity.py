@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Awaitable, Callable, Generator
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
@@ -67,6 +67,11 @@ class Looking(Generic[T]):
     def __init__(self, future: asyncio.Future[T], look: Callable[[asyncio.Future[Any]], None]) -> None:
         self._future = future
         self._look = look
+
+    @classmethod
+    def unless_ready(cls, waiting: Awaitable[T], look: Callable[[asyncio.Future[Any]], None]) -> Awaitable[T]:
+        """What `Inbox.probe` gave: itself where nothing is waited for."""
+        return cls(waiting, look) if isinstance(waiting, asyncio.Future) else waiting
 
     def __await__(self) -> Generator[Any, None, T]:
         future = self._future

@@ -95,8 +95,7 @@ class Receiver:
 
     def probe(self, tag: int) -> Awaitable[Envelope]:
         """See `Transport.probe`."""
-        waiting = self.inbox.probe(tag)
-        return Looking(waiting, self.look) if isinstance(waiting, asyncio.Future) else waiting
+        return Looking.unless_ready(self.inbox.probe(tag), self.look)
 
     def look(self, future: asyncio.Future[Any]) -> None:
         """Somebody is about to wait for `future`: read what is there or comes within moments.
