@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -16,15 +17,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rank_threads import in_threads
 from support import SCHEMES, fresh_url, run_ranks
 
 import ruda_async
-from ruda_async import AsyncCommunicator, ConfigError
+from ruda_async import AsyncCommunicator, ConfigError, sync
 
 pytestmark = pytest.mark.skipif("shm" not in SCHEMES, reason="no shared memory transport here")
 
 if "shm" in SCHEMES:
     from ruda_shm.ring import HEADER_BYTES, Ring
+    from ruda_shm.spare import Spare
 
 
 @given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 90), max_size=4)), max_size=200))
@@ -276,3 +279,56 @@ def test_a_rank_is_killed_while_others_read_its_memory() -> None:
             assert out == "lost 2\n3.0\n"
     finally:
         end_ranks(ranks)
+
+
+def test_any_thread_makes_memory() -> None:
+    """What `empty` does with descriptors, and what the loop does, must not meet in other threads."""
+    wrong: list[str] = []
+
+    def body(comm: sync.Communicator) -> None:
+        def make(number: int) -> None:
+            try:
+                for step in range(60):
+                    comm.empty(300_000 + 40_000 * ((7 * step + number) % 50), np.uint8)[0] = 1
+            except OSError as error:
+                wrong.append(str(error))
+
+        threads = [threading.Thread(target=make, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        x = np.full(100_000, comm.rank + 1.0)
+        for _ in range(30):
+            np.testing.assert_array_equal(comm.all_reduce_sum(x), 3)
+        for thread in threads:
+            thread.join()
+        comm.barrier()
+
+    before = len(os.listdir("/proc/self/fd"))
+    in_threads(2, body, fresh_url("shm"))
+    assert not wrong
+    assert len(os.listdir("/proc/self/fd")) <= before + 1  # of the listing itself
+
+
+def test_descriptor_kept_in_reserve_is_for_one_thread_at_a_time() -> None:
+    spare = Spare()
+    wrong: list[str] = []
+
+    def use() -> None:
+        for _ in range(2000):
+            try:
+                with spare:
+                    descriptor = os.open(os.devnull, os.O_RDONLY)
+                    os.close(descriptor)
+            except OSError as error:
+                wrong.append(str(error))
+
+    threads = [threading.Thread(target=use) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    spare.close()
+    with spare:  # late users do without, and leave nothing
+        pass
+    assert not wrong
+    assert spare._held is None

@@ -14,6 +14,7 @@ from . import layer
 from .dispatching import combine
 from .layer import ExpertsFn
 from .layout import ExpertLayout
+from .selecting import select
 
 __all__ = ["moe_layer"]
 
@@ -39,7 +40,7 @@ async def moe_layer(
     base = plain(comm)
     tracking = torch.is_grad_enabled()
     try:
-        dispatched = layer.start(base.world_size, tokens, logits, layout, k, routing)
+        dispatched = layer.start(base, tokens, logits, layout, k, routing)
     except Exception as error:
         await layer.refuse(base, error)
     told = await base.all_to_all_v_int(*layer.announce(dispatched, layout, tokens), timeout=timeout)
@@ -48,12 +49,12 @@ async def moe_layer(
     arrived = await run_async(base, rule, dispatched.rows, timeout, arrival.tokens_track)
     try:
         with torch.set_grad_enabled(tracking):
-            rows = arrived.index_select(0, arrival.order)
+            rows = select(arrived, arrival.order, base.empty)
             outcome = experts_fn(rows, arrival.counts) if layout.counts[base.rank] else None
         if inspect.isawaitable(outcome):
             outcome = await outcome
         with torch.set_grad_enabled(tracking):
-            result = layer.result_rows(outcome, rows, arrival, out_features)
+            result = layer.result_rows(outcome, rows, arrival, out_features, base.empty)
     except Exception as error:
         await layer.refuse(base, error)
     returned = await run_async(base, layer.back(rule), result, timeout, arrival.any_tracks)

@@ -13,6 +13,7 @@ from . import layer
 from .dispatching import combine
 from .layer import ExpertsFn
 from .layout import ExpertLayout
+from .selecting import select
 
 __all__ = ["moe_layer"]
 
@@ -60,7 +61,7 @@ def moe_layer(
     base = plain(comm)
     inner = base._inner
     try:
-        dispatched = layer.start(inner.world_size, tokens, logits, layout, k, routing)
+        dispatched = layer.start(inner, tokens, logits, layout, k, routing)
     except Exception as error:
         base._wait(layer.refuse(inner, error))
     told = base.all_to_all_v_int(*layer.announce(dispatched, layout, tokens), timeout=timeout).value
@@ -68,9 +69,9 @@ def moe_layer(
     rule = layer.there(dispatched)
     arrived = run(base, rule, dispatched.rows, timeout, arrival.tokens_track)
     try:
-        rows = arrived.index_select(0, arrival.order)
+        rows = select(arrived, arrival.order, inner.empty)
         outcome = experts_fn(rows, arrival.counts) if layout.counts[inner.rank] else None
-        result = layer.result_rows(outcome, rows, arrival, out_features)
+        result = layer.result_rows(outcome, rows, arrival, out_features, inner.empty)
     except Exception as error:
         base._wait(layer.refuse(inner, error))
     returned = run(base, layer.back(rule), result, timeout, arrival.any_tracks)

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..errors import TensorContractError
 from .layout import ExpertLayout
 from .routing import Routing
+from .selecting import Empty, select
 
 __all__ = ["Dispatch", "combine", "dispatch", "per_expert"]
 
@@ -33,12 +34,13 @@ class Dispatch(NamedTuple):
     weights: Tensor
 
 
-def dispatch(tokens: Tensor, routing: Routing, layout: ExpertLayout) -> Dispatch:
+def dispatch(tokens: Tensor, routing: Routing, layout: ExpertLayout, empty: Empty | None = None) -> Dispatch:
     """Make one row per assignment, in the order of experts. No token is dropped.
 
     Args:
         tokens: ``[tokens, …]``; rows take its gradient.
         routing: from `route`, or any experts and weights of that form.
+        empty: a communicator's ``empty``, for rows that lie where its exchange reads them.
 
     Raises:
         TensorContractError: `routing` does not fit `tokens` or `layout`.
@@ -64,7 +66,7 @@ def dispatch(tokens: Tensor, routing: Routing, layout: ExpertLayout) -> Dispatch
     order = flat.argsort(stable=True)  # assignments, by expert and then by token
     positions = torch.empty_like(order)
     positions[order] = torch.arange(len(order), device=order.device)
-    rows = tokens.index_select(0, order.div(max(k, 1), rounding_mode="floor"))
+    rows = select(tokens, order.div(max(k, 1), rounding_mode="floor"), empty)
     counts = tuple(torch.bincount(flat, minlength=layout.experts).tolist())
     sends = tuple(sum(counts[a:b]) for a, b in zip(layout.prefix, layout.prefix[1:], strict=False))
     return Dispatch(rows, counts, sends, positions.view(count, k), weights.gather(-1, ascending))
@@ -88,8 +90,10 @@ def combine(rows: Tensor, dispatched: Dispatch) -> Tensor:
     trailing = (1,) * (rows.dim() - 1)
     total: Tensor | None = None
     for j in range(k):
-        part = rows.index_select(0, positions[:, j]).to(weights.dtype) * weights[:, j].view(count, *trailing)
-        total = part if total is None else total + part
+        part = rows.index_select(0, positions[:, j]).to(weights.dtype)
+        weight = weights[:, j].view(count, *trailing)
+        part = part * weight if torch.is_grad_enabled() else part.mul_(weight)  # fresh pages are dear
+        total = part if total is None else total.add_(part)
     if total is None:
         return rows.new_zeros((count, *rows.shape[1:]))
     return total.to(rows.dtype)

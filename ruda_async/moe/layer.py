@@ -20,6 +20,7 @@ from ..errors import TensorContractError
 from .dispatching import Dispatch, dispatch
 from .layout import ExpertLayout
 from .routing import route
+from .selecting import Empty, select
 
 __all__ = ["Arrival", "ExpertsFn", "announce", "arrive", "back", "refuse", "result_rows", "start", "there"]
 
@@ -47,8 +48,11 @@ class Arrival(NamedTuple):
     any_tracks: bool
 
 
-def start(size: int, tokens: Tensor, logits: Tensor, layout: ExpertLayout, k: int, options: Any) -> Dispatch:
+def start(
+    comm: AsyncCommunicator, tokens: Tensor, logits: Tensor, layout: ExpertLayout, k: int, options: Any
+) -> Dispatch:
     """Check, route and dispatch."""
+    size = comm.world_size
     if layout.world_size != size:
         raise TensorContractError(f"{layout} is for {layout.world_size} ranks; make one for {size}")
     if tokens.dim() < 2 or not tokens.is_floating_point():
@@ -60,7 +64,7 @@ def start(size: int, tokens: Tensor, logits: Tensor, layout: ExpertLayout, k: in
             f"logits of shape {list(logits.shape)} do not fit {len(tokens)} tokens and {layout.experts} "
             f"experts; they are [{len(tokens)}, {layout.experts}]"
         )
-    return dispatch(tokens, route(logits, k, **options), layout)
+    return dispatch(tokens, route(logits, k, **options), layout, comm.empty)
 
 
 class _Refusal:
@@ -118,11 +122,14 @@ def arrive(told: Tensor, rank: int, layout: ExpertLayout, device: torch.device) 
     )
 
 
-def result_rows(outcome: Any, rows: Tensor, arrival: Arrival, out_features: int | None) -> Tensor:
+def result_rows(
+    outcome: Any, rows: Tensor, arrival: Arrival, out_features: int | None, empty: Empty
+) -> Tensor:
     """The experts' outputs in order of arrival, with the exchanged rows kept in their graph.
 
     Args:
         outcome: what `experts_fn` returned; None on a rank that owns no experts.
+        empty: the communicator's.
     """
     if outcome is None:
         width = rows.shape[1:] if out_features is None else (out_features,)
@@ -132,7 +139,7 @@ def result_rows(outcome: Any, rows: Tensor, arrival: Arrival, out_features: int 
         raise TensorContractError(
             f"experts_fn got {len(rows)} rows and returned {shape}; it returns one row for each"
         )
-    result: Tensor = outcome.index_select(0, arrival.inverse)
+    result = select(outcome, arrival.inverse, empty)
     # Experts that ignore their rows, or have none, must enter the rows' backward exchange all the same.
     return keep(result, rows) if rows.requires_grad and torch.is_grad_enabled() else result
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from rank_threads import in_threads
-from support import fresh_url, run_ranks
+from support import SCHEMES, fresh_url, run_ranks
 from torch import Tensor, nn
 
 from ruda_async import AsyncCommunicator, RudaError, TensorContractError, autograd, moe, sync
+from ruda_async.moe import selecting
 
 WIDTH = 4
 
@@ -111,9 +112,12 @@ SETTINGS = {
 
 
 @pytest.mark.timeout(30)
+@pytest.mark.parametrize("pooled", [False, True], ids=["", "pooled"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_equal_to_one_process(name: str) -> None:
+def test_equal_to_one_process(name: str, pooled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     setting = SETTINGS[name]
+    if pooled:  # as if the rows were large
+        monkeypatch.setattr(selecting, "POOLED", 1)
 
     def body(comm: sync.Communicator) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         tokens, logits = setting.inputs(comm.rank)
@@ -134,6 +138,49 @@ def test_equal_to_one_process(name: str) -> None:
         return output.detach(), tokens.grad, logits.grad, _gradients(modules)
 
     setting.check(in_threads(3, body))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("scheme", [s for s in ("memory", "tcp", "shm") if s in SCHEMES])
+def test_large_rows_lie_where_they_are_read(scheme: str) -> None:
+    """With and without gradients, over and over in the same memory, while earlier outputs are held."""
+    layout = moe.ExpertLayout.even(4, 2)
+    inputs = [
+        [
+            torch.randn(shape, generator=torch.Generator().manual_seed(rank))
+            for shape in [(300, 512), (300, 4)]
+        ]
+        for rank in range(2)
+    ]
+
+    def body(comm: sync.Communicator) -> list[Tensor]:
+        tokens, logits = inputs[comm.rank]
+        outputs = []
+        for step in range(6):
+            with torch.set_grad_enabled(step % 2 == 0):
+                x = (tokens + step).requires_grad_(step % 2 == 0)
+                outputs.append(moe.moe_layer(comm, x, logits, lambda rows, _: rows * 2, layout, 2))
+        return [output.detach() for output in outputs]
+
+    for rank, outputs in enumerate(in_threads(2, body, fresh_url(scheme))):
+        tokens, logits = inputs[rank]
+        for step, output in enumerate(outputs):
+            expected = moe.reference(tokens + step, logits, [lambda rows: rows * 2] * 4, 2)
+            torch.testing.assert_close(output, expected)
+
+
+def test_selecting_into_given_memory_is_differentiable_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selecting, "POOLED", 1)
+    rows = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    index = torch.tensor([3, 0, 0, 2, 3])
+
+    def call(values: Tensor) -> Tensor:
+        selected = selecting.select(values, index, lambda shape, dtype: torch.empty(shape, dtype=dtype))
+        assert selected.requires_grad
+        return selected.mul_(1) ** 2
+
+    assert torch.autograd.gradcheck(call, (rows,))
+    assert torch.autograd.gradgradcheck(call, (rows,))
 
 
 @pytest.mark.timeout(30)

@@ -133,11 +133,12 @@ class SharedRegions:
 
     def _tell_gone(self, peer: _Peer) -> None:
         while peer.unsent:
+            number = peer.unsent.pop()  # first: the last view of another may go meanwhile, in any thread
             try:
-                peer.sock.send(_NOTE.pack(peer.unsent[-1], 0))
+                peer.sock.send(_NOTE.pack(number, 0))
             except OSError:
+                peer.unsent.append(number)
                 return  # later, if it lives
-            peer.unsent.pop()
 
     def lend(self, memory: memoryview) -> int | None:
         """See `Regions.lend`: other processes cannot see memory that was not made to be shared."""
