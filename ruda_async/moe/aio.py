@@ -59,4 +59,4 @@ async def moe_layer(
         await layer.refuse(base, error)
     returned = await run_async(base, layer.back(rule), result, timeout, arrival.any_tracks)
     with torch.set_grad_enabled(tracking):
-        return combine(returned, dispatched)
+        return combine(returned, dispatched, base.empty)

@@ -75,4 +75,4 @@ def moe_layer(
     except Exception as error:
         base._wait(layer.refuse(inner, error))
     returned = run(base, layer.back(rule), result, timeout, arrival.any_tracks)
-    return combine(returned, dispatched)
+    return combine(returned, dispatched, inner.empty)

@@ -72,11 +72,12 @@ def dispatch(tokens: Tensor, routing: Routing, layout: ExpertLayout, empty: Empt
     return Dispatch(rows, counts, sends, positions.view(count, k), weights.gather(-1, ascending))
 
 
-def combine(rows: Tensor, dispatched: Dispatch) -> Tensor:
+def combine(rows: Tensor, dispatched: Dispatch, empty: Empty | None = None) -> Tensor:
     """Each token's weighted sum of its rows, added by ascending expert in the weights' dtype (float32).
 
     Args:
         rows: ``[tokens*k, …]``, the experts' outputs in the order of ``dispatched.rows``.
+        empty: a communicator's ``empty``, for memory that is used again from layer to layer.
 
     Returns:
         ``[tokens, …]`` of the dtype of `rows`, differentiable in rows and weights.
@@ -90,7 +91,7 @@ def combine(rows: Tensor, dispatched: Dispatch) -> Tensor:
     trailing = (1,) * (rows.dim() - 1)
     total: Tensor | None = None
     for j in range(k):
-        part = rows.index_select(0, positions[:, j]).to(weights.dtype)
+        part = select(rows, positions[:, j], empty).to(weights.dtype)
         weight = weights[:, j].view(count, *trailing)
         part = part * weight if torch.is_grad_enabled() else part.mul_(weight)  # fresh pages are dear
         total = part if total is None else total.add_(part)
