@@ -7,7 +7,7 @@ which the owner passes it block by block; see `feeds`. One message a pair says w
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -177,28 +177,42 @@ async def shared_uneven(
     Raises:
         ProtocolError: a length is not a multiple of `unit`.
     """
-    rank, size = link.rank, link.size
-    others = peers(rank, size)
-    block = _block(size)
-    long = [peer for peer in others if len(outgoing[peer]) > _INLINE]
-    groups = [tuple(long)] if same and long else [(peer,) for peer in long]
+    block = _block(link.size)
+    long = [peer for peer in peers(link.rank, link.size) if len(outgoing[peer]) > _INLINE]
+    if not long:
+        await _send_uneven(link, outgoing, unit, place, (), {}, block)
+        return
+    groups = [tuple(long)] if same else [(peer,) for peer in long]
     with lent(link, [outgoing[group[0]] for group in groups]) as places:
         feeds = [
             Feed(link, outgoing[group[0]], group, block, where)
             for group, where in zip(groups, places, strict=True)
         ]
         with boarded(link, feeds) as offers:
-            sends = []
-            for peer in others:
-                offer = offers[peer][0] if peer in offers else Offer(0, 0, 0, 0)
-                header = memoryview(_HEADER.pack(len(outgoing[peer]), *offer))
-                if peer in offers:
-                    sends.append(link.send(peer, header))
-                else:
-                    sends.append(link.send(peer, header, outgoing[peer]))
-            await _take_uneven(link, outgoing, unit, place, feeds, block)
-            for sent in sends:
-                await sent
+            await _send_uneven(link, outgoing, unit, place, feeds, offers, block)
+
+
+async def _send_uneven(
+    link: Link,
+    outgoing: Sequence[memoryview],
+    unit: int,
+    place: Callable[[list[int]], memoryview],
+    feeds: Sequence[Feed],
+    offers: Mapping[int, Sequence[Offer]],
+    block: int,
+) -> None:
+    """Tell every rank how much it gets, with the bytes or where they are, and take what comes."""
+    sends = []
+    for peer in peers(link.rank, link.size):
+        if peer in offers:
+            header = _HEADER.pack(len(outgoing[peer]), *offers[peer][0])
+            sends.append(link.send(peer, memoryview(header)))
+        else:
+            header = _HEADER.pack(len(outgoing[peer]), 0, 0, 0, 0)
+            sends.append(link.send(peer, memoryview(header), outgoing[peer]))
+    await _take_uneven(link, outgoing, unit, place, feeds, block)
+    for sent in sends:
+        await sent
 
 
 async def _take_uneven(
@@ -237,6 +251,10 @@ async def _take_uneven(
     receives: list[Awaitable[None]] = [
         link.recv_into(peer, scratch(_HEADER.size), blocks[peer]) for peer in inline
     ]
-    await _flow(link, feeds, offers, dict(enumerate(blocks)), block, (blocks[rank], outgoing[rank]))
+    local = blocks[rank], outgoing[rank]
+    if feeds or offers:
+        await _flow(link, feeds, offers, dict(enumerate(blocks)), block, local)
+    else:
+        await copy_all(link, *local)
     for receive in receives:
         await receive
