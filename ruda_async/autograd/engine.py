@@ -11,6 +11,9 @@ on all ranks because calls match by it. A node that is run again (``retain_graph
 and what a backward adds to the graph (``create_graph``) is named below its own: ``backward 17.0``,
 ``backward 17.1``, ``backward 17.0/0.0``.
 
+Where calls are never in flight together, those of a blocking communicator outside a scope, one node does the
+work of both.
+
 The collective itself runs on plain tensors, blocking or awaited, so both forms share all of this.
 """
 
@@ -65,6 +68,7 @@ class Call:
         "_like",
         "_runs",
         "_started",
+        "_whole",
         "inert",
         "lane",
         "path",
@@ -89,12 +93,21 @@ class Call:
         self._runs = 0
         #: Backward passes that have left the exit and not reached the entry, by the pass's number.
         self._started: dict[int, _Flight] = {}
-        anchor = None if self.tracks else _anchor
-        self.token: Tensor | None = _tracked(_Entry, value, anchor, self)
+        self.token: Tensor | None = None
+        #: What a single node leads from, or None where there are two.
+        self._whole: tuple[Tensor, Tensor | None] | None = None
+        ends = value, None if self.tracks else _anchor
+        if rule.communicates and scope is None and lane.in_turn:
+            self._whole = ends
+        else:
+            self.token = _tracked(_Entry, *ends, self)
 
     def finish(self, path: str, result: Tensor) -> Tensor:
         """`result` as the call's output in the graph."""
         self.path = path
+        if self._whole is not None:
+            ends, self._whole = self._whole, None
+            return _tracked(_Whole, *ends, self, [result])
         self._like = (result.shape, result.dtype, result.device)
         output = _tracked(_Exit, self.token, self, [result])
         if self.scope is not None:
@@ -182,6 +195,11 @@ class _Entry(torch.autograd.Function):
         return (None if call.inert else call.gradient()), None, None
 
 
+def _fresh(result: Tensor) -> Tensor:
+    """Fresh memory, even where an operation made it a view (of its own buffer): editing it is harmless."""
+    return result.data if result._is_view() else result
+
+
 class _Exit(torch.autograd.Function):
     """From a call's token to its output, which was computed already."""
 
@@ -189,8 +207,7 @@ class _Exit(torch.autograd.Function):
     def forward(ctx: Any, token: Tensor, call: Call, box: list[Tensor]) -> Tensor:
         ctx.call = call
         result = box.pop()
-        # Fresh memory, even where an operation made it a view (of its own buffer): editing it is harmless.
-        return result.data if call.rule.communicates and result._is_view() else result
+        return _fresh(result) if call.rule.communicates else result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
@@ -198,6 +215,21 @@ class _Exit(torch.autograd.Function):
         if not call.inert:
             call.start(gradient)
         return None, None, None  # torch goes on to the entry all the same
+
+
+class _Whole(torch.autograd.Function):
+    """From a call's input to its output, which was computed already."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, anchor: Tensor | None, call: Call, box: list[Tensor]) -> Tensor:
+        ctx.call = call
+        return _fresh(box.pop())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        call: Call = ctx.call
+        call.start(gradient)
+        return call.gradient(), None, None, None
 
 
 class _Keep(torch.autograd.Function):

@@ -77,6 +77,11 @@ class Lane:
             self.inner = comm
             self._background = self._blocking = None
 
+    @property
+    def in_turn(self) -> bool:
+        """Whether a thread's calls are made one after the other; see `begin`."""
+        return self._blocking is not None
+
     def start(self, call: Coroutine[Any, Any, R]) -> concurrent.futures.Future[R]:
         """Submit `call`; does not wait.
 
