@@ -39,6 +39,8 @@ _LINGER = 0.005
 _WITHDRAW = 5.0
 #: Seconds that a call run by hand may wait for the bytes it needs before the loop waits for it.
 _BLOCK = 0.001
+#: Seconds after which it goes on on the loop in any case, for other threads' calls and for Ctrl-C.
+_BY_HAND = 0.01
 _SIGINT = int(_signal.SIGINT)
 _DEFAULT_HANDLER = _signal.default_int_handler
 _MAIN_THREAD = threading.main_thread().ident
@@ -252,6 +254,7 @@ class BackgroundLoop:
         """
         asyncio._set_running_loop(self._loop)
         blocking.seconds = seconds
+        blocking.until = monotonic() + _BY_HAND
         try:
             return call.send(None)
         finally:

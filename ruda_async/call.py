@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from .collectives.native import Native
 from .errors import ProtocolError, RudaError
 from .tags import LANES, tag_of
+from .transport import blocking
 from .transport.base import Buffer, Capabilities, Envelope, Ready, UnexpectedMessage
 
 if TYPE_CHECKING:
@@ -152,8 +153,9 @@ class Operation:
         return native
 
     async def turn(self) -> None:
-        """Let the event loop run other work."""
-        await asyncio.sleep(0)
+        """Let the event loop run other work; a call that runs by hand does so when its time is up."""
+        if not blocking.seconds or monotonic() > blocking.until:
+            await asyncio.sleep(0)
         if self.error is not None:
             raise self.error
 

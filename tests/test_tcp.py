@@ -7,13 +7,16 @@ import os
 import socket
 import time
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
 from failure_support import rank_processes
+from rank_threads import in_threads
 from support import SCHEMES, free_port, fresh_url, outcome, run_ranks
 
-from ruda_async import AsyncCommunicator, CollectiveTimeoutError, ConfigError, PeerLostError
+import ruda_async
+from ruda_async import AsyncCommunicator, CollectiveTimeoutError, ConfigError, PeerLostError, sync
 
 
 def has_ipv6() -> bool:
@@ -186,3 +189,48 @@ async def test_a_hundred_thousand_calls_leave_nothing_behind(url: str) -> None:
         await comm.barrier()
 
     await run_ranks(2, body, url=url, limit=600)
+
+
+# ---------------------------------------------------------------------- congestion control
+
+
+def _congestion(comm: AsyncCommunicator) -> set[str]:
+    streams = [link.stream for link in comm._node.transport._links.values()]
+    found = [s._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16) for s in streams]
+    return {name.rstrip(b"\0").decode() for name in found}
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="the system lets nobody choose")
+async def test_within_a_host_connections_do_not_pace() -> None:
+    async def body(comm: AsyncCommunicator) -> set[str]:
+        return _congestion(comm)
+
+    assert await run_ranks(3, body, url=fresh_url("tcp")) == [{"reno"}] * 3
+    allowed = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control").read_text().split()
+    for name in allowed:
+        assert await run_ranks(2, body, url=f"{fresh_url('tcp')}?congestion={name}") == [{name}] * 2
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="the system lets nobody choose")
+async def test_unknown_congestion_control_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"congestion=snail.*tcp_allowed_congestion_control"):
+        await ruda_async.connect(f"{fresh_url('tcp')}?congestion=snail", rank=0, world_size=2, timeout=5)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+async def test_blocking_calls_that_fill_the_sockets(world_size: int) -> None:
+    """The thread that waits moves the bytes both ways itself, and leaves the loop a turn."""
+
+    def body(comm: sync.Communicator) -> None:
+        x = np.arange(2_000_003, dtype=np.float32) + comm.rank
+        for _ in range(3):
+            total = comm.all_reduce_sum(x)
+            every = comm.all_gather(x[:500_000])
+            np.testing.assert_array_equal(
+                total, sum(np.arange(2_000_003, dtype=np.float32) + r for r in range(world_size))
+            )
+            for rank in range(world_size):
+                part = every[rank * 500_000 : (rank + 1) * 500_000]
+                np.testing.assert_array_equal(part, np.arange(500_000, dtype=np.float32) + rank)
+
+    await asyncio.to_thread(in_threads, world_size, body, fresh_url("tcp") + "?socket_bytes=65536")

@@ -7,6 +7,7 @@ reduce-scatter and all-gather in direct exchange, the bytes that Rabenseifner's 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import secrets
 import select
@@ -114,6 +115,8 @@ class Mesh:
 
     def _add(self, peer: int, sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.suppress(AttributeError, OSError):  # as tcp:// does; see its `congestion`
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
         sock.setblocking(False)
         self.links[peer] = _Link(peer, sock)
 

@@ -114,7 +114,7 @@ async def direct(link: Link, reducer: Reducer, source: memoryview, out: memoryvi
     elif size == 2:
         # The shortest path of the library: two ranks swap.
         peer = 1 - rank
-        theirs = memoryview(bytearray(nbytes)) if type(source) is memoryview else scratch(nbytes, source)
+        theirs = scratch(nbytes, source)
         arriving = link.recv_into(peer, theirs)
         leaving = link.send(peer, source)
         await arriving

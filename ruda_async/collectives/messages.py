@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from ..errors import ProtocolError
-from ..tensors import device_memory
+from ..tensors import device_memory, pool
 from ..transport.base import DONE
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ Buffers: TypeAlias = Sequence[memoryview]
 def scratch(nbytes: int, like: memoryview | None = None) -> memoryview:
     """Memory for `nbytes` bytes where `like` lies, else on the host; aligned for every dtype, not set."""
     if like is None or type(like) is memoryview:
-        return np.empty(nbytes, np.uint8).data
+        return (np.empty(nbytes, np.uint8) if nbytes < pool.POOLED else pool.take(nbytes)).data
     return like.scratch(nbytes)  # see `tensors.device`
 
 

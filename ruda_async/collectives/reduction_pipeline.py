@@ -32,7 +32,7 @@ __all__ = ["even_parts", "reduce_parts"]
 #: Blocks under way per stream: one that arrives, one that is added, and one in reserve for jitter.
 _WINDOW = 3
 #: Blocks are cut smaller than this only to keep scratch memory in bounds, never to have more of them.
-_SMALL_BLOCK = 256 * 1024
+_SMALL_BLOCK = 512 * 1024
 #: Scratch memory that larger groups try to stay within, bytes.
 _SCRATCH = 8 * 1024 * 1024
 

@@ -19,6 +19,12 @@ __all__ = ["PLUGIN", "TLS_PLUGIN", "TcpParameters", "TcpPlugin", "TlsParameters"
 class TcpParameters(FramedParameters):
     """Parameters of ``tcp://``."""
 
+    eager_bytes: int = param(
+        512 * 1024,
+        doc="payloads up to this size leave without waiting for their receive",
+        unit="bytes",
+        minimum=0,
+    )
     bind: str = param(
         "", doc="the local address to listen on for other ranks; by default the one that reaches rank 0"
     )
@@ -27,6 +33,11 @@ class TcpParameters(FramedParameters):
         doc="size of the kernel's send and receive buffers per connection; 0 leaves them to it",
         unit="bytes",
         minimum=0,
+    )
+    congestion: str = param(
+        "",
+        doc="congestion control of the connections, by its name in the kernel; by default the system's, and "
+        "within a host `reno`, which does not pace",
     )
     spin: float = param(
         -1.0,
@@ -71,8 +82,8 @@ class TcpPlugin:
             Capabilities(
                 eager_bytes=parameters.eager_bytes,
                 segment_bytes=parameters.segment_bytes,
-                latency=20e-6,
-                bandwidth=2e9,
+                latency=30e-6,
+                bandwidth=3e9,
             ),
             facts={"scheme": self.scheme},
         )

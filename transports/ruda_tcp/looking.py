@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import select
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 
 from ruda_async.transport import Spin
@@ -29,11 +29,20 @@ class Lookout:
         poller = select.poll()
         poller.register(sock, select.POLLIN)
         self._poll = poller.poll
+        either = select.poll()
+        either.register(sock, select.POLLIN | select.POLLOUT)
+        self._either = either.poll
         self._spin = spin
 
     def wait(self, seconds: float) -> bool:
         """Wait so long at most; whether there is something to read, or the end."""
-        poll = self._poll
+        return self._look(self._poll, seconds)
+
+    def wait_either(self, seconds: float) -> bool:
+        """As `wait`, but room to write will do as well."""
+        return self._look(self._either, seconds)
+
+    def _look(self, poll: Callable[[float], Sequence[object]], seconds: float) -> bool:
         if poll(0):
             return True
         if self._spin:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
 from functools import partial
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgpack
 
 from ruda_async.transport import (
+    ConfigError,
     Endpoint,
     Job,
     Mesh,
@@ -72,12 +74,14 @@ async def dial_mesh(job: Job, parameters: TcpParameters) -> tuple[Mesh | None, d
     """A connection to each rank of `Meeting.peers`, and the terms of each; no mesh for a job of one rank.
 
     Raises:
-        ConfigError: there is no address to listen on; and what `Job.meet` raises.
+        ConfigError: there is no address to listen on, or no such congestion control; and what `Job.meet`
+            raises.
         CollectiveTimeoutError: some ranks did not come or did not link up; ``missing`` names them.
         PeerLostError: a rank died after the meeting.
         AuthenticationError: what listens where a rank should be did not prove the secret.
         ProtocolError: a rank told nonsense of itself.
     """
+    _check_congestion(parameters.congestion)
     if job.world_size == 1:
         await job.meet(b"")
         return None, {}
@@ -88,6 +92,8 @@ async def dial_mesh(job: Job, parameters: TcpParameters) -> tuple[Mesh | None, d
         peers = {r: _Peer.unpack(data, r) for r, data in meeting.peers(job.rank).items()}
         mesh = Mesh(job, meeting.session, partial(_tune, parameters))
         await mesh.link(listener, {rank: peer.endpoint(job) for rank, peer in peers.items()})
+    for sock in mesh.sockets.values():
+        _choose_congestion(sock, parameters.congestion)
     return mesh, {rank: peer.terms for rank, peer in peers.items()}
 
 
@@ -101,3 +107,33 @@ def _tune(parameters: TcpParameters, sock: socket.socket) -> None:
     if patience is not None and parameters.heartbeat:
         # Let the kernel give up on data that is not acknowledged for two heartbeats (Linux).
         sock.setsockopt(socket.IPPROTO_TCP, patience, max(int(2000 * parameters.heartbeat), 1))
+
+
+def _check_congestion(asked: str) -> None:
+    """Try what was asked for on a socket of no use, before anybody is met.
+
+    Raises:
+        ConfigError: it is not to be had.
+    """
+    if not asked:
+        return
+    try:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, asked.encode())
+    except (AttributeError, OSError) as error:
+        reason = getattr(error, "strerror", None) or "this system lets no program choose"
+        raise ConfigError(
+            f"congestion={asked}: not to be had here ({reason}); leave it out, or see "
+            "/proc/sys/net/ipv4/tcp_allowed_congestion_control"
+        ) from None
+
+
+def _choose_congestion(sock: socket.socket, asked: str) -> None:
+    """Set the congestion control: the one asked for, or within a host one that does not pace.
+
+    There a connection has no link to share, and the pace that BBR finds for it is half of what two cores can
+    copy. Reno is in every kernel.
+    """
+    if asked or sock.getsockname()[0] == sock.getpeername()[0]:
+        with contextlib.suppress(AttributeError, OSError):  # not on every system
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, (asked or "reno").encode())

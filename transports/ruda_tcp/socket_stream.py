@@ -27,7 +27,9 @@ class SocketStream:
         self._address = sock.getpeername()[:2]
         self._writing = False
         self._closed = False
-        self._wait = Lookout(sock, spin).wait
+        lookout = Lookout(sock, spin)
+        self._wait = lookout.wait
+        self._wait_either = lookout.wait_either
         # The two hot calls are the socket's own, without a wrapper around them.
         self.write: Callable[[Sequence[Buffer | bytes]], int] = sock.sendmsg  # type: ignore[assignment]
         self.read_into: Callable[[memoryview], int] = sock.recv_into
@@ -36,6 +38,10 @@ class SocketStream:
         """See `ByteStream.await_bytes`: looking costs as much as reading, unless it may block."""
         seconds = blocking.seconds
         return not seconds or self._wait(seconds)
+
+    def await_either(self) -> bool:
+        """See `ByteStream`: wait for bytes, or for room to write."""
+        return self._wait_either(blocking.seconds)
 
     def on_readable(self, callback: Callable[[], None]) -> None:
         """See `ByteStream.on_readable`."""

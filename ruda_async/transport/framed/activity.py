@@ -23,9 +23,14 @@ class _Blocking(threading.local):
 
     Code that runs on an event loop may not, so `seconds` is 0. A blocking call that runs its operation by
     hand sets it: that thread has nothing better to do than to wait for the very bytes it needs.
+
+    Attributes:
+        seconds: to wait for nothing, at most.
+        until: when (`time.monotonic`) the loop has to turn for others, though bytes still come.
     """
 
     seconds = 0.0
+    until = 0.0
 
 
 blocking = _Blocking()

@@ -92,13 +92,14 @@ class Inbound:
         "_store",
         "_views",
         "asked",
+        "asked_at",
         "head",
         "ident",
         "live",
         "nbytes",
-        "presumed",
         "received",
         "tag",
+        "token",
     )
 
     def __init__(
@@ -109,8 +110,11 @@ class Inbound:
         self.ident = ident
         #: The payload comes without a (further) word from this side.
         self.asked = asked
-        #: `asked`, by an announcement that had not reached the sender when it offered the message.
-        self.presumed = False
+        #: The moment of this side's word to the sender (see `Announcements`); 0 where it gave none.
+        self.asked_at = 0
+        #: The moment of the announcement that the sender will have used for it, though it had not reached
+        #: the sender when it offered the message; 0 if none.
+        self.token = 0
         self._cost = cost
         self.tag = tag
         self.head = head

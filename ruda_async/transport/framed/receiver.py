@@ -57,6 +57,7 @@ class Receiver:
         self._peer = peer
         self._read_into = stream.read_into
         self._await_bytes = stream.await_bytes
+        self._await_either: Callable[[], bool] | None = getattr(stream, "await_either", None)
         self._luck = _LUCK
         self._sender = sender
         self._activity = activity
@@ -119,17 +120,26 @@ class Receiver:
             self._luck = -2 * _LUCK
 
     def _look_long(self, future: asyncio.Future[Any]) -> None:
-        """This thread may block: wait for the bytes here, unless the loop is needed to write."""
-        end = monotonic() + blocking.seconds
-        while not self._activity.writers and self._await_bytes():
-            self.read()
-            if future.done() or monotonic() > end:
+        """This thread may block: move bytes here, unless the loop is needed to write to others."""
+        activity, sender = self._activity, self._sender
+        wait: Callable[[], bool] | None
+        while not future.done() and monotonic() < blocking.until:
+            wait = self._await_bytes
+            if sender.writing:
+                sender.flush()
+                if future.done():
+                    return
+                if sender.writing:
+                    wait = self._await_either
+            if wait is None or activity.writers > sender.writing or not wait():
                 return
+            self.read()
 
     def accept(self, inbound: Inbound) -> None:
         """A message has found its receive: ask for the payload, unless it comes without a word."""
         if not inbound.asked:
             inbound.asked = True
+            inbound.asked_at = self._announcements.moment()
             self._sender.control(wire.encode(wire.READY, ident=inbound.ident))
         if not inbound.nbytes:
             self._inbound.pop(inbound.ident, None)
@@ -138,8 +148,8 @@ class Receiver:
     def _given_up(self, inbound: Inbound, unstarted: bool) -> None:
         """The sender of a message will not finish it; `unstarted`: it had not begun with the payload."""
         tag = inbound.tag
-        if unstarted and inbound.presumed and not self.is_stale(tag):
-            self._announcements.give_back(tag, self._inbound.values())
+        if unstarted and inbound.token and not self.is_stale(tag):
+            self._announcements.give_back(inbound.token, tag, self._inbound.values())
         receive = inbound.give_up(self._peer)
         if receive is not None:
             self.inbox.repost(receive)
@@ -150,6 +160,7 @@ class Receiver:
         """Nobody will receive an offered message: let its sender go on."""
         if not inbound.asked:
             inbound.asked = True
+            inbound.asked_at = self._announcements.moment()
             self._sender.control(wire.encode(wire.DROP, ident=inbound.ident, flags=DECLINED))
 
     def owe(self, cost: int) -> None:
@@ -375,8 +386,9 @@ class Receiver:
         self._inbound[frame.ident] = inbound
         if follows:
             self._follow(tag, frame.payload_bytes)
-        elif frame.payload_bytes > self._announce_beyond and self._announcements.take(tag):
-            inbound.asked = inbound.presumed = True  # they cross: the sender will take it for this offer
+        elif frame.payload_bytes > self._announce_beyond:
+            inbound.token = self._announcements.take(tag)  # they cross: the sender will use it for this offer
+            inbound.asked = inbound.token > 0
         self._match(inbound)
 
     def _follow(self, tag: int, nbytes: int) -> None:

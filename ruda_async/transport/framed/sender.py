@@ -39,6 +39,7 @@ class Sender:
         loop: the event loop that writes.
         look: reads what the peer has said; given by the link.
         refusal: why nothing can be sent any more, once that is so.
+        writing: the stream is full, and tells when it is not.
         spoke: something was written since the last ping.
         bye_sent: the goodbye is queued or written.
     """
@@ -66,7 +67,7 @@ class Sender:
         self._offered_tags: dict[int, deque[Outbound]] = {}
         self._announced: dict[int, int] = {}
         self._ident = 0
-        self._writing = False
+        self.writing = False
         self._flushing = False
         self._ended = False
         self.look: Callable[[asyncio.Future[Any]], None] = _look_nowhere
@@ -98,7 +99,7 @@ class Sender:
             ident = wire.payload_crc(buffers)  # type: ignore[arg-type]
         frame = wire.encode(wire.MESSAGE, tag, nbytes, head, ident, flags)
         views = [frame, *buffers]
-        if self._writing or self._streams or len(buffers) + len(self._queue) >= _VECTOR:
+        if self.writing or self._streams or len(buffers) + len(self._queue) >= _VECTOR:
             return self._enqueue([memoryview(v) for v in views])  # type: ignore[arg-type]
         return self._write_now(views, len(frame) + nbytes)
 
@@ -141,21 +142,21 @@ class Sender:
             future.add_done_callback(item.detach)
         self._queue.append(item)
         self._want_write()
-        return future
+        return Looking(future, self.look)
 
     def control(self, frame: bytes) -> None:
         """Write a frame that has no payload: with the next message, or when the loop turns."""
         if self._ended:
             return
         self._queue.append(Item([memoryview(frame)], None))
-        if not self._writing and not self._flushing:
+        if not self.writing and not self._flushing:
             self._flushing = True
             self._activity.wait_for_company(self)
 
     def push(self) -> None:
         """Write what waits for company."""
         self._flushing = False
-        if self._queue and not self._writing:
+        if self._queue and not self.writing:
             self.flush()
 
     def _offer(self, tag: int, buffers: Sequence[Buffer], head: bytes, nbytes: int) -> Awaitable[None]:
@@ -178,7 +179,7 @@ class Sender:
         """Let the payload flow."""
         message.future.add_done_callback(message.detach)
         self._streams.append(message)
-        if not self._writing:
+        if not self.writing:
             self.flush()
 
     # ------------------------------------------------------------------ what the peer says
@@ -305,14 +306,14 @@ class Sender:
             self._streams.append(message)
 
     def _want_write(self) -> None:
-        if not self._writing and not self._ended:
-            self._writing = True
+        if not self.writing and not self._ended:
+            self.writing = True
             self._activity.writers += 1
             self._stream.on_writable(self.flush)
 
     def _stop_write(self) -> None:
-        if self._writing:
-            self._writing = False
+        if self.writing:
+            self.writing = False
             self._activity.writers -= 1
             self._stream.on_writable(None)
 

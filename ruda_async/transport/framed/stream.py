@@ -12,7 +12,12 @@ __all__ = ["ByteStream", "Terms"]
 
 
 class ByteStream(Protocol):
-    """Ordered bytes to and from one peer. Used from one event loop."""
+    """Ordered bytes to and from one peer. Used from one event loop.
+
+    A stream may have ``await_either()`` too: as `await_bytes` in a thread that may block, but room to write
+    will do as well. Without it a blocking call that has more to write than the stream takes goes on on its
+    loop.
+    """
 
     #: Take some bytes off the front of the buffers, joined; returns how many. Raises `BlockingIOError`
     #: when none can be taken now, another `OSError` when the peer cannot be reached any more.
