@@ -9,7 +9,8 @@ import itertools
 import os
 import random
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import ruda_async
@@ -82,6 +83,24 @@ async def run_ranks(
                 task.cancel()
             with contextlib.suppress(BaseException):
                 await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def counting_turns() -> AsyncIterator[Callable[[], int]]:
+    """How often the event loop has turned since, for as long as the block lasts."""
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.ensure_future(count())
+    try:
+        yield lambda: turns
+    finally:
+        counting.cancel()
 
 
 async def outcome(call: Awaitable[Any]) -> Any:

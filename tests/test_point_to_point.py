@@ -6,7 +6,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from support import outcome, run_ranks
+from support import counting_turns, outcome, run_ranks
 
 from ruda_async import AsyncCommunicator, CollectiveTimeoutError, PeerLostError, TensorContractError
 
@@ -218,27 +218,17 @@ async def test_receive_from_any_goes_on_while_one_may_send(url: str) -> None:
 
 async def test_sends_that_need_not_wait_let_the_loop_turn(url: str) -> None:
     async def body(comm: AsyncCommunicator) -> None:
-        turns, ended = 0, False
-
-        async def turn() -> None:
-            nonlocal turns
-            while not ended:
-                turns += 1
-                await asyncio.sleep(0)
-
-        turning = asyncio.ensure_future(turn())
-        if comm.rank == 0:
-            for number in range(320):
-                await comm.send(np.array([number]), 1)
-            assert turns > 5
-        await comm.barrier()
-        if comm.rank == 1:
-            before = turns
-            for number in range(320):
-                assert await comm.recv(0) == [number]
-            assert turns - before > 5
-        ended = True
-        await turning
+        async with counting_turns() as turns:
+            if comm.rank == 0:
+                for number in range(320):
+                    await comm.send(np.array([number]), 1)
+                assert turns() > 5
+            await comm.barrier()
+            if comm.rank == 1:
+                before = turns()
+                for number in range(320):
+                    assert await comm.recv(0) == [number]
+                assert turns() - before > 5
 
     await run_ranks(2, body, url=url)
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from ..errors import ProtocolError
-from ..tensors import device_memory, pool
+from ..tensors import device_memory
+from ..tensors.numpy_adapter import empty_array
 from ..transport.base import DONE
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ __all__ = [
 
 #: The payload of a message that only says "I am here".
 EMPTY = memoryview(bytearray())
+_BYTE = np.dtype(np.uint8)
 #: More than any message: stands for "no limit".
 UNLIMITED = 1 << 62
 #: Messages posted ahead in each direction: enough to keep a link busy, few enough to be fair.
@@ -64,7 +66,7 @@ Buffers: TypeAlias = Sequence[memoryview]
 def scratch(nbytes: int, like: memoryview | None = None) -> memoryview:
     """Memory for `nbytes` bytes where `like` lies, else on the host; aligned for every dtype, not set."""
     if like is None or type(like) is memoryview:
-        return (np.empty(nbytes, np.uint8) if nbytes < pool.POOLED else pool.take(nbytes)).data
+        return empty_array((nbytes,), _BYTE).data
     return like.scratch(nbytes)  # see `tensors.device`
 
 

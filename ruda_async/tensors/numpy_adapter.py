@@ -13,7 +13,7 @@ from .adapter import Target, TensorSpec, check_out
 from .dtypes import DTYPES, dtype_of
 from .pool import POOLED, take
 
-__all__ = ["NumpyAdapter", "host_array"]
+__all__ = ["NumpyAdapter", "empty_array", "host_array"]
 
 Array = npt.NDArray[Any]
 
@@ -69,7 +69,7 @@ class NumpyAdapter:
         return _bytes_of(np.ascontiguousarray(array, dtype=_native(name)))
 
     def allocate(self, like: Array, shape: tuple[int, ...], dtype: str) -> Target[Array]:
-        array = _empty(shape, _DTYPES.get(dtype) or _native(dtype))
+        array = empty_array(shape, _DTYPES.get(dtype) or _native(dtype))
         return Target(_bytes_of(array), lambda: array)
 
     def into(self, out: Array, spec: TensorSpec) -> Target[Array]:
@@ -109,10 +109,10 @@ def host_array(shape: tuple[int, ...], dtype: str) -> Array:
     native = _DTYPES.get(dtype)
     if native is None or dtype in _EXTENDED:
         native = _DTYPES["uint16" if dtype_of(dtype).itemsize == 2 else "uint8"]
-    return _empty(shape, native)
+    return empty_array(shape, native)
 
 
-def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+def empty_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     """An uninitialised array; a large one in memory that may have been used before."""
     nbytes = prod(shape) * dtype.itemsize
     if nbytes < POOLED:

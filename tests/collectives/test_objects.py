@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from movement_model import Link, group_of, run
 from strict_link import Broken
+from support import counting_turns
 
 from ruda_async import ProtocolError, TensorContractError
 from ruda_async.collectives import objects
@@ -205,20 +206,11 @@ async def test_bytes_that_are_no_object(data: bytes) -> None:
 
 async def test_large_objects_are_decoded_beside_the_loop() -> None:
     value = {"weights": bytes(2 * 1024 * 1024), "n": 7}
-    turns = 0
-
-    async def other_work() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    working = asyncio.ensure_future(other_work())
-    await asyncio.sleep(0)
-    before = turns
-    assert await decode(encode("broadcast_object", value), 0) == value
-    assert turns > before
-    working.cancel()
+    async with counting_turns() as turns:
+        await asyncio.sleep(0)
+        before = turns()
+        assert await decode(encode("broadcast_object", value), 0) == value
+        assert turns() > before
 
 
 @pytest.mark.parametrize("break_after", [0, 4, 9])

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import numpy as np
 import pytest
+from support import counting_turns
 
 from ruda_async import RudaError
 from ruda_async.transport import (
@@ -198,18 +199,9 @@ async def test_a_call_that_is_given_up_while_ranks_still_meet() -> None:
 
 
 async def test_long_copies_let_the_loop_turn() -> None:
-    turns = 0
-
-    async def count() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    counting = asyncio.ensure_future(count())
     source = np.random.default_rng(1).integers(0, 256, LARGE, np.uint8)
     out = np.zeros_like(source)
-    await copy_in_turns(out.data, source.data)
-    counting.cancel()
+    async with counting_turns() as turns:
+        await copy_in_turns(out.data, source.data)
+        assert turns() >= 3
     assert (out == source).all()
-    assert turns >= 3

@@ -149,11 +149,14 @@ async def join(job: Job) -> Transport:
             ucx_port = listening.port if listening else 0
             us = _Peer(host, port, parameters.terms, engine.address, ucx_port, _machine(), namespaces())
             meeting = await job.meet(us.pack())
-            peers = {r: _Peer.unpack(data, r) for r, data in meeting.peers(job.rank).items()}
+            linked = meeting.peers(job.rank)
+            everyone = {
+                r: _Peer.unpack(data, r) for r, data in enumerate(meeting.payloads) if data or r in linked
+            }
+            peers = {r: everyone[r] for r in linked}
             mesh = Mesh(job, meeting.session)
             await mesh.link(listener, {rank: peer.endpoint(job) for rank, peer in peers.items()})
-        everyone = [_Peer.unpack(data, r) for r, data in enumerate(meeting.payloads) if data]
-        if divided(peer.namespaces for peer in everyone):
+        if divided(peer.namespaces for peer in everyone.values()):
             try:
                 if memory_unasked(parameters):
                     context = await asyncio.to_thread(open_context, api, without_memory(parameters))

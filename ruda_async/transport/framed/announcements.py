@@ -11,6 +11,7 @@ depends on what it heard before, not on what it heard since.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -78,10 +79,7 @@ class Announcements:
                 inbound.asked = True
                 inbound.token = token
                 return
-        held = self._held.setdefault(tag, deque())
-        held.append(token)
-        if len(held) > 1:
-            self._held[tag] = deque(sorted(held))
+        insort(self._held.setdefault(tag, deque()), token)
 
     def forget(self, tag: int) -> None:
         """No message of `tag` is sent any more."""

@@ -137,10 +137,7 @@ class Receiver:
 
     def accept(self, inbound: Inbound) -> None:
         """A message has found its receive: ask for the payload, unless it comes without a word."""
-        if not inbound.asked:
-            inbound.asked = True
-            inbound.asked_at = self._announcements.moment()
-            self._sender.control(wire.encode(wire.READY, ident=inbound.ident))
+        self._answer(inbound, wire.READY)
         if not inbound.nbytes:
             self._inbound.pop(inbound.ident, None)
             inbound.advance(0)
@@ -158,10 +155,14 @@ class Receiver:
 
     def decline(self, inbound: Inbound) -> None:
         """Nobody will receive an offered message: let its sender go on."""
+        self._answer(inbound, wire.DROP, DECLINED)
+
+    def _answer(self, inbound: Inbound, kind: int, flags: int = 0) -> None:
+        """Say what becomes of an offered message, unless its sender needs no word any more."""
         if not inbound.asked:
             inbound.asked = True
             inbound.asked_at = self._announcements.moment()
-            self._sender.control(wire.encode(wire.DROP, ident=inbound.ident, flags=DECLINED))
+            self._sender.control(wire.encode(kind, ident=inbound.ident, flags=flags))
 
     def owe(self, cost: int) -> None:
         """Give budget back to the sender, in large coins."""
