@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from .collectives.native import Native
 from .errors import ProtocolError, RudaError
+from .fresh import allocate
 from .tags import LANES, tag_of
 from .transport import blocking
 from .transport.base import Buffer, Capabilities, Envelope, Ready, UnexpectedMessage
@@ -161,11 +162,13 @@ class Operation:
 
     # ------------------------------------------------------------------ shared memory
 
-    def allocate(self, adapter: TensorAdapter[T], like: T, shape: tuple[int, ...], dtype: str) -> Target[T]:
+    async def allocate(
+        self, adapter: TensorAdapter[T], like: T, shape: tuple[int, ...], dtype: str
+    ) -> Target[T]:
         """A fresh tensor; see `collectives.operation.Link`."""
-        if self.heap is None:
-            return adapter.allocate(like, shape, dtype)
-        return self.heap.allocate(adapter, like, shape, dtype)
+        if self.heap is not None:
+            return self.heap.allocate(adapter, like, shape, dtype)
+        return await allocate(adapter, like, shape, dtype)
 
     def open(self, peer: int, number: int) -> memoryview:
         """Memory of `peer`; see `collectives.operation.Link`."""

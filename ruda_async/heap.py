@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .tensors import Target, TensorAdapter
-from .tensors.pool import POOLED, Pool, allocating
+from .tensors.pool import POOLED, WIDEST, Pool, allocating
 from .transport.regions import Regions
 
 __all__ = ["Heap", "Place"]
@@ -26,8 +26,6 @@ T = TypeVar("T")
 _LIMIT = 1024 * 1024 * 1024
 #: Seconds that the memory of a failed call stays, for peers that are still in it.
 _GRACE = 2.0
-#: Bytes of the widest element.
-_WIDEST = 8
 
 
 class Place(NamedTuple):
@@ -76,7 +74,7 @@ class Heap:
 
     def allocate(self, adapter: TensorAdapter[T], like: T, shape: tuple[int, ...], dtype: str) -> Target[T]:
         """`TensorAdapter.allocate`, shared where the tensor is large."""
-        if prod(shape) * _WIDEST < POOLED:
+        if prod(shape) * WIDEST < POOLED:
             return adapter.allocate(like, shape, dtype)
         with allocating(self._try_take):
             return adapter.allocate(like, shape, dtype)

@@ -22,6 +22,7 @@ from .errors import (
     RudaError,
     TensorContractError,
 )
+from .fresh import allocate
 from .observe.recorder import Transfer
 from .tags import channel_id, tag_of
 from .tensors import TensorSpec, adapter_for_call, dtype_of
@@ -237,7 +238,8 @@ class PointToPoint:
             if out is not None:
                 target = adapter.into(out, spec)
             else:
-                target = adapter.allocate(np.empty(0) if like is None else like, spec.shape, spec.dtype)
+                like = np.empty(0) if like is None else like
+                target = await allocate(adapter, like, spec.shape, spec.dtype)
         except TensorContractError as error:
             raise error.at(self._where(transfer), channel.rank) from None
         member = channel.members[source]

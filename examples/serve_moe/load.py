@@ -1,10 +1,12 @@
 """Load test: the sharded server under many clients, beside the same model in one process and over Gloo.
 
-    python examples/serve_moe/load.py --model digits.npz [--clients 64] [--seconds 20] [--ranks 4] [--rows 1]
+    python examples/serve_moe/load.py --model digits.npz [--clients 64 | --rate 200] [--seconds 20]
 
-Each variant is a server of its own, started by ``ruda-async run``; clients keep one request each under way
-and compare every answer with the unsharded model's. Variants take turns, `--rounds` times, and the best round
-of each is shown. Clients run in this process, on the same machine, and take their share of it.
+Each variant is a server of its own, started by ``ruda-async run``, and every answer is compared with the
+unsharded model's. Clients keep one request each under way, which shows the most that a server can do. With
+`--rate` requests come at random at so many a second, whether or not earlier ones were answered, which
+shows what users wait: latency counts from when a request was due. Variants take turns, `--rounds` times, and
+the best round of each is shown. Clients run in this process, on the same machine, and take their share of it.
 """
 
 from __future__ import annotations
@@ -85,54 +87,78 @@ class Truth:
             self.scores = model.output(tokens + mixed).numpy()
 
 
-async def client(
-    session: aiohttp.ClientSession, base: str, truth: Truth, rows: int, until: float, figures: Figures
-) -> None:
-    """One request after the other."""
-    rng = np.random.default_rng()
-    while (start := time.monotonic()) < until:
-        chosen = rng.integers(0, len(truth.pixels), rows)
+class Load:
+    """Requests to one server, and what became of them in `figures`."""
+
+    def __init__(self, session: aiohttp.ClientSession, base: str, truth: Truth, rows: int) -> None:
+        self.figures = Figures()
+        self._session = session
+        self._base = base
+        self._truth = truth
+        self._rows = rows
+        self._rng = np.random.default_rng()
+
+    async def request(self, due: float) -> bool:
+        """One request, which was due at `due`; whether it was accepted."""
+        truth, figures = self._truth, self.figures
+        chosen = self._rng.integers(0, len(truth.pixels), self._rows)
         try:
-            async with session.post(
-                f"{base}/v1/classify",
+            async with self._session.post(
+                f"{self._base}/v1/classify",
                 data=truth.pixels[chosen].tobytes(),
                 headers={"Content-Type": "application/octet-stream"},
             ) as answer:
                 told = await answer.json()
         except (aiohttp.ClientError, TimeoutError):
             figures.lost += 1
-            continue
+            return True
         if answer.status != 200:
             figures.refused += 1
-            await asyncio.sleep(0.05)
-            continue
+            return False
         found = np.array([result["scores"] for result in told["results"]])
         if np.allclose(found, truth.scores[chosen], atol=CLOSE, rtol=CLOSE):
             figures.answered += 1
-            figures.latencies.append(time.monotonic() - start)
+            figures.latencies.append(time.monotonic() - due)
         else:
             figures.wrong += 1
+        return True
+
+    async def clients(self, number: int, seconds: float) -> None:
+        """So many clients, each with one request after the other."""
+
+        async def client(until: float) -> None:
+            while (start := time.monotonic()) < until:
+                if not await self.request(start):
+                    await asyncio.sleep(0.05)
+
+        start = time.monotonic()
+        await asyncio.gather(*(client(start + seconds) for _ in range(number)))
+        self.figures.seconds = time.monotonic() - start
+
+    async def arrivals(self, rate: float, seconds: float) -> None:
+        """Requests that are due at random, `rate` a second (a Poisson process)."""
+        due = start = time.monotonic()
+        async with asyncio.TaskGroup() as group:
+            while (due := due + self._rng.exponential(1 / rate)) < start + seconds:
+                await asyncio.sleep(max(due - time.monotonic(), 0))
+                group.create_task(self.request(due))
+        self.figures.seconds = time.monotonic() - start
 
 
-async def measure(base: str, truth: Truth, clients: int, rows: int, seconds: float) -> Figures:
-    """So many clients for so long, after a moment that does not count."""
+async def measure(base: str, truth: Truth, options: argparse.Namespace) -> Figures:
+    """Load one server, after a moment that does not count."""
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=30)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-
-        async def all_clients(duration: float) -> Figures:
-            figures = Figures()
-            start = time.monotonic()
-            await asyncio.gather(
-                *(client(session, base, truth, rows, start + duration, figures) for _ in range(clients))
-            )
-            figures.seconds = time.monotonic() - start
-            return figures
-
-        await all_clients(min(2.0, seconds / 4))
-        figures = await all_clients(seconds)
+        for seconds in (min(2.0, options.seconds / 4), options.seconds):
+            requests = Load(session, base, truth, options.rows)
+            if options.rate:
+                await requests.arrivals(options.rate, seconds)
+            else:
+                await requests.clients(options.clients, seconds)
         async with session.get(f"{base}/stats") as answer:
             ranks: list[dict[str, Any]] = (await answer.json())["ranks"]
+    figures = requests.figures
     figures.stall = {key: max(rank["stall"][key] for rank in ranks) for key in ("p99_ms", "max_ms")}
     return figures
 
@@ -160,7 +186,7 @@ async def round_of(name: str, options: argparse.Namespace, truth: Truth) -> Figu
                 base = line.split()[-1]
                 break
         await until_ready(base)
-        figures = await measure(base, truth, options.clients, options.rows, options.seconds)
+        figures = await measure(base, truth, options)
     finally:
         if process.returncode is None:
             process.send_signal(signal.SIGTERM)
@@ -181,9 +207,15 @@ async def until_ready(base: str) -> None:
             await asyncio.sleep(0.1)
 
 
+def score(figures: Figures, options: argparse.Namespace) -> float:
+    """What makes a round the best: its rate, or with a given one how soon half of its answers came."""
+    return -figures.percentile(0.5) if options.rate else figures.rate
+
+
 def show(best: dict[str, Figures], options: argparse.Namespace) -> None:
     """A table in Markdown."""
-    print(f"{options.clients} clients, {options.rows} rows a request, {options.ranks} ranks where sharded\n")
+    how = f"{options.rate:g} requests a second" if options.rate else f"{options.clients} clients"
+    print(f"{how}, {options.rows} rows a request, {options.ranks} ranks where sharded\n")
     print("| variant | requests/s | p50 | p99 | loop late, p99 | loop late, most | lost | wrong | refused |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for name, f in best.items():
@@ -197,6 +229,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Measure the sharded server beside others of its kind.")
     parser.add_argument("--model", type=Path, default=Path("digits.npz"))
     parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--rate", type=float, default=0, help="requests a second, in place of clients")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each round")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=4)
@@ -212,7 +245,7 @@ def main() -> int:
         for name in options.variants:
             figures = asyncio.run(round_of(name, options, truth))
             bad += figures.wrong + figures.lost
-            if name not in best or figures.rate > best[name].rate:
+            if name not in best or score(figures, options) > score(best[name], options):
                 best[name] = figures
     show({name: best[name] for name in options.variants}, options)
     if bad:

@@ -277,7 +277,7 @@ class AllGather(Generic[T]):
         adapter, plan, value, dim = self._adapter, self._plan, self._value, self._dim
         native = plan.native(link)
         source = adapter.read(adapter.movedim(value, dim, 0) if dim else value)
-        target = self._target or link.allocate(adapter, value, plan.result.shape, plan.result.dtype)
+        target = self._target or await link.allocate(adapter, value, plan.result.shape, plan.result.dtype)
         out, nbytes = target.buffer, plan.nbytes
         own = out[link.rank * nbytes : (link.rank + 1) * nbytes]
         mine: memoryview | None = source

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -11,7 +10,17 @@ from ..tensors import TensorSpec, adapter_for_call
 from ..traits import VariableTensorExchange
 from .all_gather import bruck, ring_blocks
 from .all_to_all_v import Rows, check_rows, rows_into
-from .messages import UNLIMITED, copy_all, message_limit, pairwise, scratch, separate, split, uneven
+from .messages import (
+    UNLIMITED,
+    Placing,
+    copy_all,
+    message_limit,
+    pairwise,
+    scratch,
+    separate,
+    split,
+    uneven,
+)
 from .movement import Plan, agreed, check_kind, check_leading_axis
 from .shared_copy import shared_uneven
 
@@ -24,9 +33,7 @@ __all__ = ["AllGatherV", "gather_blocks"]
 T = TypeVar("T")
 
 
-async def gather_blocks(
-    link: Link, mine: memoryview, unit: int, algorithm: str, place: Callable[[list[int]], memoryview]
-) -> None:
+async def gather_blocks(link: Link, mine: memoryview, unit: int, algorithm: str, place: Placing) -> None:
     """Gather blocks whose lengths only their ranks know.
 
     ``"direct"``: every block goes straight to everyone, and its message's length is its length.
@@ -39,7 +46,7 @@ async def gather_blocks(
         mine: this rank's block.
         unit: what every length is a multiple of, in bytes.
         algorithm: ``"shared"``, ``"direct"`` or ``"ring"``.
-        place: gets the bytes from each rank and returns the memory for all of them, in rank order.
+        place: makes the memory.
 
     Raises:
         ProtocolError: a length is not a multiple of `unit`.
@@ -62,7 +69,7 @@ async def gather_blocks(
                 "see that all ranks run the same version",
                 rank=peer,
             )
-    blocks = split(place(lengths), lengths)
+    blocks = split(await place(lengths), lengths)
     if algorithm == "direct":
         await pairwise(link, [mine] * size, blocks, (blocks[rank], mine))
     else:
@@ -145,7 +152,7 @@ class AllGatherV(Generic[T]):
         )
         if native is not None:
             lengths = await native.exchange_lengths(link, [len(mine)] * link.size, plan.unit)
-            await native.run(link, mine, rows.place(lengths), owned=self._out is None)
+            await native.run(link, mine, await rows.place(lengths), owned=self._out is None)
         else:
             await gather_blocks(link, mine, plan.unit, plan.algorithm(link), rows.place)
         return rows.finish()

@@ -72,7 +72,7 @@ class AllReduce(Generic[T]):
         native = plan.native(link)
         source = self._adapter.read(self._value)
         if target is None:
-            target = link.allocate(self._adapter, self._value, plan.result.shape, plan.result.dtype)
+            target = await link.allocate(self._adapter, self._value, plan.result.shape, plan.result.dtype)
             out = target.buffer
         else:
             out = target.buffer

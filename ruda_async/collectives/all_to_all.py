@@ -273,7 +273,7 @@ class AllToAll(Generic[T]):
             source = adapter.read(adapter.movedim(value, cut_at, 0) if cut_at else value)
         else:
             source = await _arrange(link, adapter.read(value), self._spec, cut_at, join_at)
-        target = self._target or link.allocate(adapter, value, plan.result.shape, plan.result.dtype)
+        target = self._target or await link.allocate(adapter, value, plan.result.shape, plan.result.dtype)
         if self._out is not None:
             source = await separate(link, source, target.buffer)
         if native is not None:

@@ -17,6 +17,7 @@ from ..traits import VariableTensorExchange
 from . import hierarchical
 from .messages import (
     UNLIMITED,
+    Placing,
     copy_all,
     message_limit,
     pairwise,
@@ -48,7 +49,7 @@ async def rounds(
     link: Link,
     outgoing: Sequence[memoryview],
     unit: int,
-    place: Callable[[list[int]], memoryview],
+    place: Placing,
     limit: int,
 ) -> None:
     """The exchange of `messages.uneven` in rounds of at most `limit` bytes a message, whole rows each.
@@ -75,7 +76,7 @@ async def rounds(
                 rank=peer,
             )
         needed = max(needed, theirs)
-    blocks = split(place(lengths), lengths)
+    blocks = split(await place(lengths), lengths)
     await copy_all(link, blocks[rank], outgoing[rank])
     for at in range(0, needed * step, step):
         end = at + step
@@ -197,7 +198,7 @@ class Rows(Generic[T]):
         self._target = target
         self.counts: tuple[int, ...] = ()
 
-    def place(self, lengths: list[int]) -> memoryview:
+    async def place(self, lengths: list[int]) -> memoryview:
         """Memory for blocks of `lengths` bytes, one from each rank.
 
         Raises:
@@ -207,7 +208,7 @@ class Rows(Generic[T]):
         self.counts = counts = tuple([length // unit for length in lengths])
         shape = (sum(counts), *self._spec.shape[1:])
         if self._target is None:
-            self._target = self._link.allocate(self._adapter, self._like, shape, self._spec.dtype)
+            self._target = await self._link.allocate(self._adapter, self._like, shape, self._spec.dtype)
         elif len(self._target.buffer) != sum(lengths):
             raise TensorContractError(
                 f"{self._name}: out has {len(self._target.buffer) // unit} rows and {shape[0]} were received "
@@ -222,9 +223,7 @@ class Rows(Generic[T]):
         return VariableTensorExchange(value if self._out is None else self._out, self.counts)
 
 
-_ALGORITHMS: Mapping[
-    str, Callable[[Link, Sequence[memoryview], int, Callable[[list[int]], memoryview]], Awaitable[None]]
-] = {
+_ALGORITHMS: Mapping[str, Callable[[Link, Sequence[memoryview], int, Placing], Awaitable[None]]] = {
     "hierarchical": hierarchical.all_to_all_v,
     "pairwise": uneven,
     "shared": shared_uneven,
@@ -339,7 +338,7 @@ class AllToAllV(Generic[T]):
         algorithm = plan.algorithm(link) if limit == UNLIMITED else ""
         if native is not None:
             lengths = await native.exchange_lengths(link, [len(block) for block in outgoing], unit)
-            await native.run(link, source, rows.place(lengths), owned=self._out is None)
+            await native.run(link, source, await rows.place(lengths), owned=self._out is None)
         elif limit == UNLIMITED:
             await _ALGORITHMS[algorithm](link, outgoing, unit, rows.place)
         elif limit < unit:

@@ -285,7 +285,9 @@ class Broadcast(Generic[T]):
         """Move the tensor; the copy."""
         adapter, plan, root = self._adapter, self._plan, self._root
         native = plan.native(link)
-        target = self._target or link.allocate(adapter, self._value, plan.result.shape, plan.result.dtype)
+        target = self._target or await link.allocate(
+            adapter, self._value, plan.result.shape, plan.result.dtype
+        )
         out = target.buffer
         source = None
         if link.rank == root:

@@ -84,7 +84,9 @@ class Gather(Generic[T]):
             else:
                 await algorithm(link, root, mine, EMPTY)
             return None
-        target = self._target or link.allocate(adapter, self._value, plan.result.shape, plan.result.dtype)
+        target = self._target or await link.allocate(
+            adapter, self._value, plan.result.shape, plan.result.dtype
+        )
         out = target.buffer
         if self._out is not None and not same_memory(mine, out[root * len(mine) : (root + 1) * len(mine)]):
             mine = await separate(link, mine, out)

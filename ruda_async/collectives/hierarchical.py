@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import ProtocolError
 from .layout import layout_of
-from .messages import copy_all, cut, message_limit, scratch, split
+from .messages import Placing, copy_all, cut, message_limit, scratch, split
 
 if TYPE_CHECKING:
     from .layout import Layout
@@ -114,7 +114,7 @@ async def all_to_all_v(
     link: Link,
     outgoing: Sequence[memoryview],
     unit: int,
-    place: Callable[[list[int]], memoryview],
+    place: Placing,
 ) -> None:
     """Rows for another host are joined by the destination's proxy here, which sends those of all its mates.
 
@@ -149,7 +149,7 @@ async def all_to_all_v(
         table = await _take_table(link, proxy, len(sources), unit, _BETWEEN)
         for source, length in zip(sources, table, strict=True):
             lengths[source] = length
-    blocks = split(place(lengths), lengths)
+    blocks = split(await place(lengths), lengths)
     receives = [link.recv_into(mate, blocks[mate], lane=_STRAIGHT) for mate in mates]
     for host in layout.others(rank):
         sources = layout.members[host]

@@ -28,6 +28,7 @@ __all__ = [
     "UNLIMITED",
     "WINDOW",
     "Buffers",
+    "Placing",
     "copy_all",
     "cut",
     "message_limit",
@@ -58,6 +59,8 @@ _BURST = 32
 
 #: The parts of one message, in order, each contiguous bytes.
 Buffers: TypeAlias = Sequence[memoryview]
+#: Gets the bytes from each rank and makes the memory for all of them, in rank order.
+Placing: TypeAlias = Callable[[list[int]], Awaitable[memoryview]]
 
 
 # ---------------------------------------------------------------------- memory
@@ -239,7 +242,7 @@ async def uneven(
     link: Link,
     outgoing: Sequence[memoryview],
     unit: int,
-    place: Callable[[list[int]], memoryview],
+    place: Placing,
 ) -> None:
     """Exchange blocks whose lengths their receivers learn from the messages themselves.
 
@@ -249,7 +252,7 @@ async def uneven(
     Args:
         outgoing: the block for each rank; this rank's own is copied locally.
         unit: what every length is a multiple of, in bytes.
-        place: gets the bytes from each rank and returns the memory for all of them, in rank order.
+        place: makes the memory.
 
     Raises:
         ProtocolError: a length is not a multiple of `unit`.
@@ -268,7 +271,7 @@ async def uneven(
                 rank=peer,
             )
         lengths[peer] = nbytes
-    out = place(lengths)
+    out = await place(lengths)
     blocks = split(out, lengths)
     window: deque[Awaitable[None]] = deque()
     for peer in others:

@@ -298,7 +298,7 @@ class AllGatherObject:
         """Gather the encoded objects; the objects."""
         received: list[memoryview] = []
 
-        def place(lengths: list[int]) -> memoryview:
+        async def place(lengths: list[int]) -> memoryview:
             for peer, length in enumerate(lengths):
                 if length > MAX_OBJECT:
                     raise ProtocolError(

@@ -81,7 +81,9 @@ class Link(Protocol):
         """Let the event loop run other work; algorithms call it between blocks of long local work."""
         ...
 
-    def allocate(self, adapter: TensorAdapter[T], like: T, shape: tuple[int, ...], dtype: str) -> Target[T]:
+    async def allocate(
+        self, adapter: TensorAdapter[T], like: T, shape: tuple[int, ...], dtype: str
+    ) -> Target[T]:
         """`TensorAdapter.allocate`, from `heap` where there is one and the tensor is large."""
         ...
 

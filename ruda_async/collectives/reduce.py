@@ -84,7 +84,7 @@ class Reduce(Generic[T]):
         out = EMPTY
         if link.rank == self._root:
             if target is None:
-                target = link.allocate(self._adapter, self._value, plan.result.shape, plan.result.dtype)
+                target = await link.allocate(self._adapter, self._value, plan.result.shape, plan.result.dtype)
             else:
                 source = await separate(link, source, target.buffer)
             out = target.buffer

@@ -91,7 +91,7 @@ class ReduceScatter(Generic[T]):
         native = plan.native(link)
         source = adapter.read(adapter.movedim(self._value, dim, 0) if dim else self._value)
         if target is None:
-            target = link.allocate(adapter, self._value, plan.result.shape, plan.result.dtype)
+            target = await link.allocate(adapter, self._value, plan.result.shape, plan.result.dtype)
         else:
             source = await separate(link, source, target.buffer)
         reducer = plan.reducer

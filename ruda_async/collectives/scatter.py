@@ -109,7 +109,7 @@ class Scatter(Generic[T]):
         binomial = algorithm == "binomial"
         await self._describe(link, binomial)
         shard = self._shard
-        target = self._target or link.allocate(self._adapter, self._like, shard.shape, shard.dtype)
+        target = self._target or await link.allocate(self._adapter, self._like, shard.shape, shard.dtype)
         out = target.buffer
         source = EMPTY
         if link.rank == root:

@@ -7,13 +7,13 @@ which the owner passes it block by block; see `feeds`. One message a pair says w
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 from ..errors import ProtocolError
 from .feeds import Feed, Offer, Tap, boarded, lent, trade
-from .messages import copy_all, peers, scratch, split
+from .messages import Placing, copy_all, peers, scratch, split
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
@@ -164,7 +164,7 @@ async def shared_uneven(
     link: Link,
     outgoing: Sequence[memoryview],
     unit: int,
-    place: Callable[[list[int]], memoryview],
+    place: Placing,
     *,
     same: bool = False,
 ) -> None:
@@ -196,7 +196,7 @@ async def _send_uneven(
     link: Link,
     outgoing: Sequence[memoryview],
     unit: int,
-    place: Callable[[list[int]], memoryview],
+    place: Placing,
     feeds: Sequence[Feed],
     offers: Mapping[int, Sequence[Offer]],
     block: int,
@@ -219,7 +219,7 @@ async def _take_uneven(
     link: Link,
     outgoing: Sequence[memoryview],
     unit: int,
-    place: Callable[[list[int]], memoryview],
+    place: Placing,
     feeds: Sequence[Feed],
     block: int,
 ) -> None:
@@ -247,7 +247,7 @@ async def _take_uneven(
                 rank=peer,
             )
         lengths[peer] = nbytes
-    blocks = split(place(lengths), lengths)
+    blocks = split(await place(lengths), lengths)
     receives: list[Awaitable[None]] = [
         link.recv_into(peer, scratch(_HEADER.size), blocks[peer]) for peer in inline
     ]

@@ -17,22 +17,30 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["POOLED", "Pool", "allocating", "take"]
+__all__ = ["POOLED", "WIDEST", "Pool", "allocating", "fresh_blocks", "take", "touch"]
 
 Block = npt.NDArray[Any]
 
 #: Results from this many bytes on come from the pool.
 POOLED = 256 * 1024
-#: The pool keeps at most this many bytes, used or free.
+#: Bytes of the widest element.
+WIDEST = 8
+#: The pool keeps at most this many bytes of large blocks, used or free.
 _LIMIT = 512 * 1024 * 1024
 #: References to a block that nobody uses: the pool's list, the loop's variable, `getrefcount`'s argument.
 _IDLE = 3
+#: The smallest page of any system this runs on.
+_PAGE = 4096
 #: So many blocks of a size are looked at for a free one, so that holding many results costs no time.
 _LOOKS = 32
 
 
 def _ordinary(nbytes: int) -> Block:
-    return np.empty(nbytes, np.uint8)
+    block = np.empty(nbytes, np.uint8)
+    fresh: list[Block] | None = getattr(_here, "fresh", None)
+    if fresh is not None:
+        fresh.append(block)
+    return block
 
 
 def _forget(_: Block) -> None:
@@ -41,6 +49,9 @@ def _forget(_: Block) -> None:
 
 class Pool:
     """Blocks of a few sizes; safe to use from several threads.
+
+    Blocks of up to a 64th of the limit have an eighth of it to themselves, so that room for scratch memory
+    is never made by giving a large result back, which the next call would have to find again.
 
     Args:
         limit: bytes to keep.
@@ -54,13 +65,15 @@ class Pool:
         make: Callable[[int], Block] = _ordinary,
         drop: Callable[[Block], None] = _forget,
     ) -> None:
-        self._limit = limit
+        self._small = limit // 64
+        #: Bytes to keep, and those kept, in small blocks and in large ones.
+        self._limits = (limit // 8, limit)
+        self._kept = [0, 0]
         self._make = make
         self._drop = drop
         self._lock = threading.Lock()
         #: By size; each list is turned as it is looked through.
         self._blocks: dict[int, deque[Block]] = {}
-        self._kept = 0
 
     def take(self, nbytes: int) -> Block | None:
         """`nbytes` bytes whose content is whatever the last user left; None where the limit is reached."""
@@ -74,13 +87,14 @@ class Pool:
                 if sys.getrefcount(block) == _IDLE:
                     return block[:nbytes]
                 blocks.rotate(-1)
-            if self._kept + size > self._limit:
-                self._drop_idle()
-                if self._kept + size > self._limit:
+            large = size > self._small
+            if self._kept[large] + size > self._limits[large]:
+                self._drop_idle(large)
+                if self._kept[large] + size > self._limits[large]:
                     return None
             fresh = self._make(size)
             self._blocks[size].appendleft(fresh)
-            self._kept += size
+            self._kept[large] += size
             return fresh[:nbytes]
 
     def discard(self, block: Block) -> Block | None:
@@ -94,17 +108,19 @@ class Pool:
             for index, mine in enumerate(blocks):
                 if mine is base:
                     del blocks[index]
-                    self._kept -= mine.nbytes
+                    self._kept[mine.nbytes > self._small] -= mine.nbytes
                     return mine
         return None
 
-    def _drop_idle(self) -> None:
-        """Give the memory of free blocks back."""
-        for blocks in self._blocks.values():
+    def _drop_idle(self, large: bool) -> None:
+        """Give the memory of the free blocks among the large or the small ones back."""
+        for size, blocks in self._blocks.items():
+            if (size > self._small) is not large:
+                continue
             for _ in range(len(blocks)):
                 block = blocks.popleft()
                 if sys.getrefcount(block) == _IDLE - 1:
-                    self._kept -= block.nbytes
+                    self._kept[large] -= size
                     self._drop(block)
                 else:
                     blocks.append(block)
@@ -135,3 +151,20 @@ def allocating(source: Callable[[int], Block | None]) -> Iterator[None]:
         yield
     finally:
         _here.source = outer
+
+
+@contextmanager
+def fresh_blocks() -> Iterator[list[Block]]:
+    """The blocks of ordinary memory made for results meanwhile, in this thread: `touch` has not seen them."""
+    outer = getattr(_here, "fresh", None)
+    blocks: list[Block] = []
+    _here.fresh = blocks
+    try:
+        yield blocks
+    finally:
+        _here.fresh = outer
+
+
+def touch(block: Block) -> None:
+    """Have the system find the pages of `block`, whose content is lost; other threads run meanwhile."""
+    block[::_PAGE] = 0

@@ -86,7 +86,7 @@ class FakeLink:
     #: There is no memory that all see; `test_shared` runs those algorithms over transports that have it.
     heap = None
 
-    def allocate(self, adapter: Any, like: Any, shape: tuple[int, ...], dtype: str) -> Any:
+    async def allocate(self, adapter: Any, like: Any, shape: tuple[int, ...], dtype: str) -> Any:
         return adapter.allocate(like, shape, dtype)
 
     async def turn(self) -> None:

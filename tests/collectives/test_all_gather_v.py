@@ -133,7 +133,7 @@ async def test_an_out_of_another_length(algorithm: str) -> None:
 async def test_an_announced_length_that_is_no_whole_number_of_rows() -> None:
     group = group_of(2)
 
-    def place(lengths: list[int]) -> memoryview:
+    async def place(lengths: list[int]) -> memoryview:
         return scratch(sum(lengths))
 
     bodies = [gather_blocks(Link(group, rank), memoryview(bytes(10)), 4, "ring", place) for rank in range(2)]

@@ -256,7 +256,7 @@ class _Instant:
     settings: Any = Settings()
     providers: Any = ()
 
-    def allocate(self, adapter: Any, like: Any, shape: tuple[int, ...], dtype: str) -> Any:
+    async def allocate(self, adapter: Any, like: Any, shape: tuple[int, ...], dtype: str) -> Any:
         return adapter.allocate(like, shape, dtype)
 
     def __init__(self, theirs: bytes) -> None:

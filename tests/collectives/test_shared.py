@@ -198,7 +198,7 @@ async def test_memory_is_used_again(scheme: str, monkeypatch: pytest.MonkeyPatch
         for _ in range(5):
             await comm.all_reduce_sum(np.ones(200_000))
         gc.collect()
-        kept = heap._pool._kept
+        kept = list(heap._pool._kept)
         for _ in range(40):
             await comm.all_reduce_sum(np.ones(200_000))
         assert heap._pool._kept == kept

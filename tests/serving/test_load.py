@@ -11,12 +11,18 @@ import pytest
 from serving_support import EXAMPLES
 
 
-@pytest.mark.parametrize("variant", ["shm", "tcp", "gloo in threads", "one process"])
+@pytest.mark.parametrize(
+    ("variant", "how"),
+    [
+        *((variant, "--clients=64") for variant in ("shm", "tcp", "gloo in threads", "one process")),
+        ("shm", "--rate=40"),
+    ],
+)
 @pytest.mark.timeout(600)  # each process imports torch
-async def test_nothing_is_lost_and_nothing_wrong(model: Path, variant: str) -> None:
+async def test_nothing_is_lost_and_nothing_wrong(model: Path, variant: str, how: str) -> None:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, str(EXAMPLES / "serve_moe" / "load.py"), "--model", str(model)),
-        *("--clients", "64", "--seconds", "2", "--ranks", "3", "--rows", "3", "--variants", variant),
+        *(how, "--seconds", "2", "--ranks", "3", "--rows", "3", "--variants", variant),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )

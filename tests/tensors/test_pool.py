@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ruda_async.tensors import adapter_for
-from ruda_async.tensors.pool import POOLED, Pool
+from ruda_async.tensors.pool import POOLED, Pool, fresh_blocks, take
 
 
 def where(array: np.ndarray) -> int:
@@ -32,13 +32,39 @@ def test_limit() -> None:
     pool = Pool(limit=5_000_000)
     held = [pool.take(2_000_000) for _ in range(4)]
     assert [h is None for h in held] == [False, False, True, True]
-    assert pool._kept <= 5_000_000
+    assert sum(pool._kept) <= 5_000_000
     del held
     other = pool.take(4_000_000)  # only by giving idle blocks of another size back
-    assert pool._kept <= 5_000_000
+    assert sum(pool._kept) <= 5_000_000
     place = where(other)
     del other
     assert where(pool.take(4_000_000)) == place
+
+
+def test_scratch_does_not_drive_out_a_large_result() -> None:
+    pool = Pool(limit=8_400_000)
+    held, free = pool.take(4_000_000), pool.take(4_000_000)
+    assert held is not None
+    place = where(free)
+    del free
+    scratch = [pool.take(100_000) for _ in range(12)]
+    assert [block is None for block in scratch] == [False] * 9 + [True] * 3
+    assert where(pool.take(4_000_000)) == place
+
+
+def test_fresh_blocks_are_those_that_were_made() -> None:
+    size = 5 * POOLED
+    held = [take(size) for _ in range(8)]  # whatever earlier tests left free
+    with fresh_blocks() as outer:
+        first = take(size)
+        with fresh_blocks() as inner:
+            second = take(size)
+    assert [where(block) for block in outer + inner] == [where(first), where(second)]
+    del first, outer, inner
+    with fresh_blocks() as again:
+        take(size)
+    assert again == []
+    del held
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
