@@ -166,9 +166,7 @@ class Operation:
         self, adapter: TensorAdapter[T], like: T, shape: tuple[int, ...], dtype: str
     ) -> Target[T]:
         """A fresh tensor; see `collectives.operation.Link`."""
-        if self.heap is not None:
-            return self.heap.allocate(adapter, like, shape, dtype)
-        return await allocate(adapter, like, shape, dtype)
+        return await allocate(adapter, like, shape, dtype, self.heap)
 
     def open(self, peer: int, number: int) -> memoryview:
         """Memory of `peer`; see `collectives.operation.Link`."""

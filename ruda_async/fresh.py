@@ -8,6 +8,7 @@ are written by the event loop.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, TypeVar
 
@@ -15,6 +16,7 @@ from .tensors.pool import WIDEST, fresh_blocks, touch
 from .transport import blocking
 
 if TYPE_CHECKING:
+    from .heap import Heap
     from .tensors import Target, TensorAdapter
 
 __all__ = ["allocate"]
@@ -27,13 +29,16 @@ _LARGE = 4 << 20
 _PIECE = 16 << 20
 
 
-async def allocate(adapter: TensorAdapter[T], like: T, shape: tuple[int, ...], dtype: str) -> Target[T]:
-    """`TensorAdapter.allocate`, whose pages are there already if it is large."""
+async def allocate(
+    adapter: TensorAdapter[T], like: T, shape: tuple[int, ...], dtype: str, heap: Heap | None = None
+) -> Target[T]:
+    """`TensorAdapter.allocate`, in shared memory where there is a `heap`; large ones have their pages."""
+    make = adapter.allocate if heap is None else partial(heap.allocate, adapter)
     # A blocking call that runs by hand holds up no loop.
     if blocking.seconds or prod(shape) * WIDEST < _LARGE:
-        return adapter.allocate(like, shape, dtype)
+        return make(like, shape, dtype)
     with fresh_blocks() as blocks:
-        target = adapter.allocate(like, shape, dtype)
+        target = make(like, shape, dtype)
     for block in blocks:
         if block.nbytes >= _LARGE:
             for at in range(0, block.nbytes, _PIECE):

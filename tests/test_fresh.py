@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import fresh_url, run_ranks
+from support import SCHEMES, fresh_url, run_ranks
 
 from ruda_async import AsyncCommunicator, fresh
 from ruda_async.tensors import pool
@@ -38,22 +38,31 @@ CALLS = {
 }
 
 
+@pytest.mark.parametrize("scheme", [scheme for scheme in ("tcp", "shm") if scheme in SCHEMES])
 @pytest.mark.parametrize("name", CALLS)
-async def test_large_results_are_touched_once_by_a_thread(name: str, touched: list[tuple[int, int]]) -> None:
+async def test_large_results_are_touched_once_by_a_thread(
+    name: str, scheme: str, touched: list[tuple[int, int]]
+) -> None:
     results: list[Any] = []
 
     async def body(comm: AsyncCommunicator) -> None:
         results.append(await CALLS[name](comm))
 
-    await run_ranks(2, body, url=fresh_url("tcp"))
-    made = [result for result in results if result is not None]
+    await run_ranks(2, body, url=fresh_url(scheme))
     assert threading.get_ident() not in {thread for thread, _ in touched}
-    assert sum(length for _, length in touched) >= len(made) * COUNT * 4
+    assert sum(length for _, length in touched) >= sum(result is not None for result in results) * COUNT * 4
     assert max(length for _, length in touched) <= fresh._PIECE
-    del made[:], results[:]
-    touched.clear()
+
+
+async def test_memory_that_comes_back_is_not_touched_again(touched: list[tuple[int, int]]) -> None:
+    async def body(comm: AsyncCommunicator) -> None:
+        await comm.all_reduce(np.ones(COUNT, np.float32))
+        await comm.barrier()
+        touched.clear()
+        await comm.all_reduce(np.ones(COUNT, np.float32))
+
     await run_ranks(2, body, url=fresh_url("tcp"))
-    assert touched == []  # the memory of the first results came back
+    assert touched == []
 
 
 async def test_small_results_are_not(touched: list[tuple[int, int]]) -> None:

@@ -36,11 +36,7 @@ _LOOKS = 32
 
 
 def _ordinary(nbytes: int) -> Block:
-    block = np.empty(nbytes, np.uint8)
-    fresh: list[Block] | None = getattr(_here, "fresh", None)
-    if fresh is not None:
-        fresh.append(block)
-    return block
+    return np.empty(nbytes, np.uint8)
 
 
 def _forget(_: Block) -> None:
@@ -95,7 +91,7 @@ class Pool:
             fresh = self._make(size)
             self._blocks[size].appendleft(fresh)
             self._kept[large] += size
-            return fresh[:nbytes]
+            return _noted(fresh)[:nbytes]
 
     def discard(self, block: Block) -> Block | None:
         """Never hand out again the block that `block` is a view of, which may be in use.
@@ -139,7 +135,7 @@ def take(nbytes: int) -> Block:
         if block is not None:
             return block
     block = _pool.take(nbytes)
-    return _ordinary(nbytes) if block is None else block
+    return _noted(_ordinary(nbytes)) if block is None else block
 
 
 @contextmanager
@@ -155,7 +151,7 @@ def allocating(source: Callable[[int], Block | None]) -> Iterator[None]:
 
 @contextmanager
 def fresh_blocks() -> Iterator[list[Block]]:
-    """The blocks of ordinary memory made for results meanwhile, in this thread: `touch` has not seen them."""
+    """The blocks that are made for results meanwhile, in this thread: nobody has touched their pages yet."""
     outer = getattr(_here, "fresh", None)
     blocks: list[Block] = []
     _here.fresh = blocks
@@ -163,6 +159,13 @@ def fresh_blocks() -> Iterator[list[Block]]:
         yield blocks
     finally:
         _here.fresh = outer
+
+
+def _noted(block: Block) -> Block:
+    fresh: list[Block] | None = getattr(_here, "fresh", None)
+    if fresh is not None:
+        fresh.append(block)
+    return block
 
 
 def touch(block: Block) -> None:
