@@ -21,6 +21,9 @@ _SAMPLE = 0.01
 class StallMeter:
     """How late the event loop runs what is due: a timer every 10 ms, and its lateness.
 
+    Where there are more busy processes than cores, most of that is waiting for a core. Linux counts that, so
+    what the loop's own work makes late is told apart as ``own``; elsewhere the two are the same.
+
     Attributes:
         worst: since the start or the last `reset`, in seconds.
     """
@@ -28,19 +31,23 @@ class StallMeter:
     def __init__(self) -> None:
         self.worst = 0.0
         self._late: deque[float] = deque(maxlen=1000)
+        self._own: deque[float] = deque(maxlen=1000)
         self._task = asyncio.ensure_future(self._run())
 
     async def _run(self) -> None:
         while True:
             due = monotonic() + _SAMPLE
+            waited = _waited_for_core()
             await asyncio.sleep(_SAMPLE)
             late = max(monotonic() - due, 0.0)
             self._late.append(late)
+            self._own.append(max(late - (_waited_for_core() - waited), 0.0))
             self.worst = max(self.worst, late)
 
     def describe(self) -> dict[str, float]:
         """In milliseconds, over the last ten seconds."""
-        return {f"{name}_ms": 1000 * value for name, value in percentiles(self._late).items()}
+        late = {f"{name}_ms": 1000 * value for name, value in percentiles(self._late).items()}
+        return late | {"own_p99_ms": 1000 * percentiles(self._own)["p99"]}
 
     def stop(self) -> None:
         self._task.cancel()
@@ -51,6 +58,14 @@ def percentiles(values: deque[float]) -> dict[str, float]:
     found = sorted(values) or [0.0]
     last = len(found) - 1
     return {f"p{n}": found[round(last * n / 100)] for n in (50, 90, 99)} | {"max": found[-1]}
+
+
+def _waited_for_core() -> float:
+    """Seconds that this thread was ready to run and had no core; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
 
 
 def of_rank(comm: AsyncCommunicator, shard: Shard, meter: StallMeter) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -168,6 +169,12 @@ def main(argv: list[str] | None = None) -> int:
         print("serve_moe: --exchange none is for one rank; run it with -n 1", file=sys.stderr)
         return 2
     front = not options.join and os.environ.get("RUDA_RANK", "0") == "0"
+    if front:
+        from . import web  # noqa: F401
+    # What torch and the web server made when they were loaded stays. Looking through it for garbage, again
+    # and again, would hold up the event loop for tens of milliseconds.
+    gc.collect()
+    gc.freeze()
     try:
         asyncio.run(_serve(options, experts, front))
     except (RudaError, FrontLostError, OSError) as error:
