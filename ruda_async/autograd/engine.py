@@ -38,7 +38,7 @@ from .waiting import Lane
 if TYPE_CHECKING:
     from .scope import CollectiveScope
 
-__all__ = ["Call", "keep", "numbered_call", "on_channel", "run", "run_async", "scope_of", "tracks"]
+__all__ = ["Call", "begin", "keep", "numbered_call", "on_channel", "run", "run_async", "scope_of", "tracks"]
 
 #: The scope that records each channel's differentiable collectives.
 scopes: weakref.WeakKeyDictionary[Channel, CollectiveScope] = weakref.WeakKeyDictionary()
@@ -280,7 +280,8 @@ def tracks(comm: AsyncCommunicator, value: object, force: bool = False) -> bool:
     return torch.is_grad_enabled() and (value.requires_grad or scope_of(comm) is not None)
 
 
-def _begin(comm: Communicator | AsyncCommunicator, rule: Rule, value: Tensor, timeout: float | None) -> Call:
+def begin(comm: Communicator | AsyncCommunicator, rule: Rule, value: Tensor, timeout: float | None) -> Call:
+    """The node of a call that starts now; what it gives is no part of the graph before `Call.finish`."""
     lane = Lane(comm)
     scope = scope_of(lane.inner)
     # Calls during a backward pass are a checkpoint's recomputation: their nodes are thrown away.
@@ -308,7 +309,7 @@ def run(comm: Communicator, rule: Rule, value: Tensor, timeout: float | None, fo
         if rule.communicates:
             return comm._wait(rule.run(inner, value, timeout))
         return rule.local(value, inner.rank, inner.world_size)
-    call = _begin(comm, rule, value, timeout)
+    call = begin(comm, rule, value, timeout)
     if rule.communicates:
         return call.finish(*comm._wait(numbered_call(inner, rule, value, timeout)))
     return call.finish(_region(inner), rule.local(value.detach(), inner.rank, inner.world_size))
@@ -320,7 +321,7 @@ async def run_async(
     """As `run`, awaited."""
     if not tracks(comm, value, force):
         return await rule.run(comm, value, timeout)
-    call = _begin(comm, rule, value, timeout)
+    call = begin(comm, rule, value, timeout)
     if rule.communicates:
         return call.finish(*await numbered_call(comm, rule, value, timeout))
     return call.finish(_region(comm), rule.local(value.detach(), comm.rank, comm.world_size))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..autograd.aio import plain
-from ..autograd.engine import run_async
+from ..autograd.engine import begin, numbered_call, run_async, tracks
 from . import layer
 from .dispatching import combine
 from .layer import ExpertsFn
@@ -40,14 +40,17 @@ async def moe_layer(
     base = plain(comm)
     tracking = torch.is_grad_enabled()
     try:
-        dispatched = layer.start(base, tokens, logits, layout, k, routing)
+        departure = layer.start(base, tokens, logits, layout, k, routing)
     except Exception as error:
         await layer.refuse(base, error)
-    told = await base.all_to_all_v_int(*layer.announce(dispatched, layout, tokens), timeout=timeout)
-    arrival = layer.arrive(told.value, base.rank, layout, tokens.device)
-    rule = layer.there(dispatched)
-    arrived = await run_async(base, rule, dispatched.rows, timeout, arrival.tokens_track)
+    _, rows, rule = departure
+    needed = tracks(base, rows)
+    call = begin(base, rule, rows, timeout)
+    path, arrived = await numbered_call(base, rule, rows, timeout)
     try:
+        arrival = layer.arrive(arrived, rule, base.rank, layout)
+        if needed or arrival.tokens_track:
+            arrived = call.finish(path, arrived)
         with torch.set_grad_enabled(tracking):
             rows = select(arrived, arrival.order, base.empty)
             outcome = experts_fn(rows, arrival.counts) if layout.counts[base.rank] else None
@@ -57,6 +60,6 @@ async def moe_layer(
             result = layer.result_rows(outcome, rows, arrival, out_features, base.empty)
     except Exception as error:
         await layer.refuse(base, error)
-    returned = await run_async(base, layer.back(rule), result, timeout, arrival.any_tracks)
+    returned = await run_async(base, layer.back(arrival), result, timeout, arrival.any_tracks)
     with torch.set_grad_enabled(tracking):
-        return combine(returned, dispatched, base.empty)
+        return combine(returned, departure.assigned, base.empty)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ..autograd.compiling import eager
-from ..autograd.engine import run
+from ..autograd.engine import begin, numbered_call, run, tracks
 from ..autograd.functions import plain
 from . import layer
 from .dispatching import combine
@@ -33,7 +33,7 @@ def moe_layer(
 ) -> Tensor:
     """Run each token through its `k` experts, wherever they are, and sum their outputs by weight.
 
-    Every rank calls it, with no tokens too. Three exchanges: counts, rows, and outputs. Gradients reach
+    Every rank calls it, with no tokens too. Two exchanges: rows, and outputs. Gradients reach
     tokens, logits and the experts' parameters; with grad mode on in any rank, the output requires a gradient
     on all, and all must enter its backward.
 
@@ -61,18 +61,21 @@ def moe_layer(
     base = plain(comm)
     inner = base._inner
     try:
-        dispatched = layer.start(inner, tokens, logits, layout, k, routing)
+        departure = layer.start(inner, tokens, logits, layout, k, routing)
     except Exception as error:
         base._wait(layer.refuse(inner, error))
-    told = base.all_to_all_v_int(*layer.announce(dispatched, layout, tokens), timeout=timeout).value
-    arrival = layer.arrive(told, inner.rank, layout, tokens.device)
-    rule = layer.there(dispatched)
-    arrived = run(base, rule, dispatched.rows, timeout, arrival.tokens_track)
+    _, rows, rule = departure
+    needed = tracks(inner, rows)
+    call = begin(base, rule, rows, timeout)
+    path, arrived = base._wait(numbered_call(inner, rule, rows, timeout))
     try:
+        arrival = layer.arrive(arrived, rule, inner.rank, layout)
+        if needed or arrival.tokens_track:
+            arrived = call.finish(path, arrived)
         rows = select(arrived, arrival.order, inner.empty)
         outcome = experts_fn(rows, arrival.counts) if layout.counts[inner.rank] else None
         result = layer.result_rows(outcome, rows, arrival, out_features, inner.empty)
     except Exception as error:
         base._wait(layer.refuse(inner, error))
-    returned = run(base, layer.back(rule), result, timeout, arrival.any_tracks)
-    return combine(returned, dispatched, inner.empty)
+    returned = run(base, layer.back(arrival), result, timeout, arrival.any_tracks)
+    return combine(returned, departure.assigned, inner.empty)

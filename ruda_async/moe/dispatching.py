@@ -13,7 +13,7 @@ from .layout import ExpertLayout
 from .routing import Routing
 from .selecting import Empty, select
 
-__all__ = ["Dispatch", "combine", "dispatch", "per_expert"]
+__all__ = ["Assignment", "Dispatch", "assign", "combine", "dispatch", "per_expert"]
 
 
 class Dispatch(NamedTuple):
@@ -34,6 +34,21 @@ class Dispatch(NamedTuple):
     weights: Tensor
 
 
+class Assignment(NamedTuple):
+    """Which token goes where; as `Dispatch`, without the rows.
+
+    Attributes:
+        source: int64 ``[tokens*k]``: the token of each row.
+        expert_counts, send_counts, positions, weights: as there.
+    """
+
+    source: Tensor
+    expert_counts: tuple[int, ...]
+    send_counts: tuple[int, ...]
+    positions: Tensor
+    weights: Tensor
+
+
 def dispatch(tokens: Tensor, routing: Routing, layout: ExpertLayout, empty: Empty | None = None) -> Dispatch:
     """Make one row per assignment, in the order of experts. No token is dropped.
 
@@ -45,6 +60,12 @@ def dispatch(tokens: Tensor, routing: Routing, layout: ExpertLayout, empty: Empt
     Raises:
         TensorContractError: `routing` does not fit `tokens` or `layout`.
     """
+    assigned = assign(tokens, routing, layout)
+    return Dispatch(select(tokens, assigned.source, empty), *assigned[1:])
+
+
+def assign(tokens: Tensor, routing: Routing, layout: ExpertLayout) -> Assignment:
+    """The order of rows, and where each token's are; raises as `dispatch`."""
     experts, weights = routing
     fits = experts.dim() == 2 and tokens.dim() >= 1 and len(experts) == len(tokens)
     if not fits or weights.shape != experts.shape:
@@ -66,17 +87,17 @@ def dispatch(tokens: Tensor, routing: Routing, layout: ExpertLayout, empty: Empt
     order = flat.argsort(stable=True)  # assignments, by expert and then by token
     positions = torch.empty_like(order)
     positions[order] = torch.arange(len(order), device=order.device)
-    rows = select(tokens, order.div(max(k, 1), rounding_mode="floor"), empty)
+    source = order.div(max(k, 1), rounding_mode="floor")
     counts = tuple(torch.bincount(flat, minlength=layout.experts).tolist())
     sends = tuple(sum(counts[a:b]) for a, b in zip(layout.prefix, layout.prefix[1:], strict=False))
-    return Dispatch(rows, counts, sends, positions.view(count, k), weights.gather(-1, ascending))
+    return Assignment(source, counts, sends, positions.view(count, k), weights.gather(-1, ascending))
 
 
-def combine(rows: Tensor, dispatched: Dispatch, empty: Empty | None = None) -> Tensor:
+def combine(rows: Tensor, dispatched: Dispatch | Assignment, empty: Empty | None = None) -> Tensor:
     """Each token's weighted sum of its rows, added by ascending expert in the weights' dtype (float32).
 
     Args:
-        rows: ``[tokens*k, …]``, the experts' outputs in the order of ``dispatched.rows``.
+        rows: ``[tokens*k, …]``, the experts' outputs in the order in which `dispatch` made rows.
         empty: a communicator's ``empty``, for memory that is used again from layer to layer.
 
     Returns:

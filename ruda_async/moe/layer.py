@@ -7,6 +7,7 @@ is dropped and none is padded, as in MegaBlocks (Gale et al. 2022).
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -17,31 +18,47 @@ from ..autograd.rules import AllToAllV
 from ..collectives.operation import Link
 from ..communicator import AsyncCommunicator
 from ..errors import TensorContractError
-from .dispatching import Dispatch, dispatch
+from .dispatching import Assignment, assign
 from .layout import ExpertLayout
+from .notes import GRAD_MODE, TOKENS, read_notes, with_notes
 from .routing import route
 from .selecting import Empty, select
 
-__all__ = ["Arrival", "ExpertsFn", "announce", "arrive", "back", "refuse", "result_rows", "start", "there"]
+__all__ = ["Arrival", "Departure", "ExpertsFn", "arrive", "back", "refuse", "result_rows", "start"]
 
 #: ``experts_fn(rows, counts)``: rows ``[n, …]`` of this rank's experts, sorted by expert, and how many rows
 #: each of them has; returns ``[n, …]``. Under `aio.moe_layer` it may return an awaitable.
 ExpertsFn = Callable[[Tensor, tuple[int, ...]], Any]
 
-_TOKENS, _GRAD_MODE = 1, 2
+
+class Departure(NamedTuple):
+    """What this rank sends to the owners of experts.
+
+    Attributes:
+        assigned: which token goes where.
+        rows: all assignments' rows, with notes; see `notes`.
+        rule: their exchange.
+    """
+
+    assigned: Assignment
+    rows: Tensor
+    rule: AllToAllV
 
 
 class Arrival(NamedTuple):
-    """What the owner of experts knows before the rows come.
+    """What the owner of experts knows of the rows that came.
 
     Attributes:
         counts: rows of each local expert.
-        order, inverse: from the order of arrival (by source, then expert) to that of experts, and back.
+        send_counts: results for each rank.
+        order: where in what came each row is, in the order of experts.
+        inverse: from the order of experts to that of arrival: by source, then expert.
         tokens_track, any_tracks: whether on some rank the tokens need a gradient, and whether some rank
             has grad mode on; the same on all ranks.
     """
 
     counts: tuple[int, ...]
+    send_counts: tuple[int, ...]
     order: Tensor
     inverse: Tensor
     tokens_track: bool
@@ -50,8 +67,8 @@ class Arrival(NamedTuple):
 
 def start(
     comm: AsyncCommunicator, tokens: Tensor, logits: Tensor, layout: ExpertLayout, k: int, options: Any
-) -> Dispatch:
-    """Check, route and dispatch."""
+) -> Departure:
+    """Check, route and make the rows."""
     size = comm.world_size
     if layout.world_size != size:
         raise TensorContractError(f"{layout} is for {layout.world_size} ranks; make one for {size}")
@@ -59,12 +76,18 @@ def start(
         raise TensorContractError(
             f"tokens are floating [tokens, features], not {tokens.dtype} of shape {list(tokens.shape)}"
         )
+    if not prod(tokens.shape[1:]):
+        raise TensorContractError(f"tokens of shape {list(tokens.shape)} have no features")
     if logits.dim() != 2 or logits.shape[1] != layout.experts or len(logits) != len(tokens):
         raise TensorContractError(
             f"logits of shape {list(logits.shape)} do not fit {len(tokens)} tokens and {layout.experts} "
             f"experts; they are [{len(tokens)}, {layout.experts}]"
         )
-    return dispatch(tokens, route(logits, k, **options), layout, comm.empty)
+    assigned = assign(tokens, route(logits, k, **options), layout)
+    tracking = torch.is_grad_enabled()
+    flags = (TOKENS if tracking and tokens.requires_grad else 0) | (GRAD_MODE if tracking else 0)
+    rows, counts = with_notes(tokens, assigned, layout, flags, comm.empty)
+    return Departure(assigned, rows, AllToAllV(counts, "all_to_all_v_float"))
 
 
 class _Refusal:
@@ -88,37 +111,29 @@ async def refuse(comm: AsyncCommunicator, error: Exception) -> NoReturn:
     raise error
 
 
-def announce(dispatched: Dispatch, layout: ExpertLayout, tokens: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """What each owner is told: the rows of each of its experts, and whether this rank tracks gradients.
+def arrive(arrived: Tensor, rule: AllToAllV, rank: int, layout: ExpertLayout) -> Arrival:
+    """Read the notes of all ranks.
 
-    The flags travel with the counts, so that agreeing on gradient tracking costs no message.
+    Raises:
+        TensorContractError: a rank has another layout.
     """
-    tracking = torch.is_grad_enabled()
-    flags = (_TOKENS if tracking and tokens.requires_grad else 0) | (_GRAD_MODE if tracking else 0)
-    numbers: list[int] = []
-    for rank in range(layout.world_size):
-        owned = layout.local(rank)
-        numbers += dispatched.expert_counts[owned.start : owned.stop]
-        numbers.append(flags)
-    return torch.tensor(numbers, dtype=torch.int64), tuple(n + 1 for n in layout.counts)
-
-
-def arrive(told: Tensor, rank: int, layout: ExpertLayout, device: torch.device) -> Arrival:
-    """Read all ranks' announcements."""
-    table = told.view(layout.world_size, layout.counts[rank] + 1)
-    counts, flags = table[:, :-1], table[:, -1].tolist()
+    counts, flags, notes = read_notes(arrived, rule.receive_counts, layout, rank)
     sources, local = counts.shape
+    by_source = counts.sum(1)
     # The expert of every row in order of arrival; sorting it, stably, gives the order of experts.
     experts = torch.arange(local).repeat(sources).repeat_interleave(counts.reshape(-1))
     order = experts.argsort(stable=True)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order))
+    before = notes * torch.arange(1, sources + 1).repeat_interleave(by_source)  # notes in front of each row
+    told = flags.tolist()
     return Arrival(
         tuple(counts.sum(0).tolist()),
-        order.to(device),
-        inverse.to(device),
-        any(flag & _TOKENS for flag in flags),
-        any(flag & _GRAD_MODE for flag in flags),
+        tuple(by_source.tolist()),
+        (order + before[order]).to(arrived.device),
+        inverse.to(arrived.device),
+        any(flag & TOKENS for flag in told),
+        any(flag & GRAD_MODE for flag in told),
     )
 
 
@@ -144,11 +159,6 @@ def result_rows(
     return keep(result, rows) if rows.requires_grad and torch.is_grad_enabled() else result
 
 
-def there(dispatched: Dispatch) -> AllToAllV:
-    """The exchange of rows to the experts' owners."""
-    return AllToAllV(dispatched.send_counts, "all_to_all_v_float")
-
-
-def back(rule: AllToAllV) -> AllToAllV:
+def back(arrival: Arrival) -> AllToAllV:
     """The inverse exchange."""
-    return AllToAllV(rule.receive_counts, "all_to_all_v_float")
+    return AllToAllV(arrival.send_counts, "all_to_all_v_float")

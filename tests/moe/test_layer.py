@@ -327,3 +327,57 @@ def test_bad_input_on_one_rank_fails_all_at_once() -> None:
         assert moe.moe_layer(comm, x, logits, identity, layout, 3).equal(x)
 
     in_threads(2, body)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("other", [[3, 1, 2], [2, 2, 1, 1], [1, 3, 2]], ids=str)
+def test_another_layout_on_one_rank_is_said_on_all(other: list[int]) -> None:
+    ours = [2, 2, 2]
+
+    def body(comm: sync.Communicator) -> tuple[str, bool]:
+        counts = other if comm.rank == 1 else ours
+        tokens = torch.ones(4, WIDTH)
+        with pytest.raises(RudaError, match=r"layout|for 4 ranks") as caught:
+            moe.moe_layer(
+                comm,
+                tokens,
+                torch.arange(24.0).view(4, 6),
+                lambda rows, _: rows,
+                moe.ExpertLayout.of_counts(counts),
+                2,
+            )
+        return str(caught.value), bool(comm.all_reduce_sum(torch.ones(1)) == 3)  # it still works
+
+    for text, works in in_threads(3, body):
+        assert "rank" in text
+        assert works
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+async def test_rows_shorter_than_what_goes_with_them(dtype: torch.dtype, mode: Any) -> None:
+    """One feature: a note takes many rows. Two exchanges a layer, whatever the mode."""
+
+    async def body(comm: AsyncCommunicator) -> None:
+        layout = moe.ExpertLayout.of_counts([3, 0, 2])
+        tokens = torch.arange(1.0, 6 + comm.rank).view(-1, 1).to(dtype)
+        logits = torch.arange(5.0 * len(tokens)).view(-1, 5).sin()
+        experts = [lambda rows, n=n: rows * (n + 1) for n in range(5)]
+        with mode():
+            output = await moe.aio.moe_layer(
+                comm,
+                tokens,
+                logits,
+                moe.per_expert([experts[n] for n in layout.local(comm.rank)])
+                if layout.counts[comm.rank]
+                else (lambda rows, _: rows),
+                layout,
+                2,
+            )
+            expected = moe.reference(tokens, logits, experts, 2)
+        torch.testing.assert_close(output, expected)
+        made = comm.stats()["operations"]
+        assert {name: row["count"] for name, row in made.items()} == {"all_to_all_v_float": 2}
+
+    await run_ranks(3, body, url=fresh_url("memory"))
