@@ -1,8 +1,9 @@
 """A layer of sharded experts beside the same layer on `torch.distributed` with Gloo, in one run.
 
-Both route, dispatch and combine by the same code (`ruda_async.moe`'s parts) and exchange three times: how
-many rows each expert gets, the rows, and the outputs. The experts do nothing but multiply by two, so what is
-measured is the layer. Results are compared to the bit first.
+Both route, dispatch and combine by the same code (`ruda_async.moe`'s parts). Over Gloo there are three
+exchanges: how many rows each expert gets, the rows, and the outputs; ours sends the first along with the
+second. The experts do nothing but multiply by two, so what is measured is the layer. Results are compared to
+the bit first.
 
     python benchmarks/moe_layer.py [--ranks 4] [--tokens 512] [--width 1024] [--url shm://moe] [--rounds 20]
 """
