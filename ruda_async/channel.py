@@ -69,6 +69,7 @@ class Channel:
         #: Set when a member died: every later call fails with it.
         self.lost: PeerLostError | None = None
         self.closed = False
+        self._closed_by: RudaError | None = None
         #: Whether an `autograd.CollectiveScope` records this channel's calls.
         self.recorded = False
 
@@ -228,12 +229,18 @@ class Channel:
         self.lost = self.lost or PeerLostError(str(error), rank=rank)
         for operation in list(self.active.values()):
             operation.fail(notices.lost_in_call(operation, error, rank))
+        self._fail_transfers()
+
+    def _fail_transfers(self) -> None:
+        """End sends and receives in flight, for the reason that `ended` gives."""
         for transfer in tuple(self.node.recorder.transfers):
             if transfer.channel is self:
                 transfer.fail()
 
-    def loss(self) -> PeerLostError | None:
-        """Fresh, for one to raise: that a member was lost, by its rank in the job."""
+    def ended(self) -> RudaError | None:
+        """For a transfer to raise: this channel was closed here, or a member, by its job rank, was lost."""
+        if self._closed_by is not None:
+            return self._closed_by
         if self.lost is None or self.lost.rank is None:
             return None
         return PeerLostError(str(self.lost), rank=self.members[self.lost.rank])
@@ -270,10 +277,12 @@ class Channel:
         if self.closed:
             return
         self.closed = True
+        self._closed_by = error
         for operation in list(self.active.values()):
             operation.fail(error)
             self.node.announce(
                 self, operation.sequence, notices.Failure("cancelled", self.rank, "its channel was closed")
             )
+        self._fail_transfers()
         self.natives.close()
         self.node.forget(self)

@@ -90,6 +90,8 @@ class Node:
         self.channels: dict[int, Channel] = {}
         #: Peers that died, and why; job ranks.
         self.lost: dict[int, PeerLostError] = {}
+        #: Peers that closed their communicators. Calls in flight that need nothing more of them go on.
+        self.left: set[int] = set()
         #: Why this node can do no more.
         self.closed: RudaError | None = None
         #: Calls finished since one of them last let the loop turn.
@@ -258,6 +260,9 @@ class Node:
                 # What it still owes fails in the transport; calls that it has done its part of go on.
                 fields = {"ruda_rank": transport.rank, "ruda_peer": peer}
                 log.debug("rank %d: rank %d has left", transport.rank, peer, extra=fields)
+                self.left.add(peer)
+                if self.on_survivors is not None:
+                    self.on_survivors(peer, -1, 0, [], False)
             else:
                 self._on_lost(peer, error)
         except CommunicatorClosedError:

@@ -70,8 +70,8 @@ class Failure(NamedTuple):
         return CollectiveCancelledError(f"{context}: rank {rank} failed in it: {self.text}", rank=rank)
 
 
-def lost_in_call(context: object, reason: object, rank: int) -> PeerLostError:
-    """What a call raises that cannot finish because a rank died."""
+def lost_in_call(context: object, reason: object, rank: int | None) -> PeerLostError:
+    """What a call, collective or not, raises that cannot finish because a rank died."""
     return PeerLostError(f"{context}: {reason}; shrink() goes on without it", rank=rank)
 
 

@@ -23,6 +23,7 @@ from .errors import (
     TensorContractError,
 )
 from .fresh import allocate
+from .notices import lost_in_call
 from .observe.recorder import Transfer
 from .tags import channel_id, tag_of
 from .tensors import TensorSpec, adapter_for_call, dtype_of
@@ -316,7 +317,10 @@ class PointToPoint:
             rank = self._group_rank(error.rank)
             if rank is None and len(peers) == 1:
                 rank = peers[0]
-            final = PeerLostError(f"{where}: {error}", rank=rank, orderly=error.orderly)
+            if error.orderly:
+                final = PeerLostError(f"{where}: {error}", rank=rank, orderly=True)
+            else:
+                final = lost_in_call(where, error, rank)
         elif isinstance(error, TimeoutError) and not isinstance(error, RudaError):
             text = f"{where}: not finished within timeout={timeout:g} s"
             node.flight.trigger(text)

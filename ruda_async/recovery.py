@@ -2,9 +2,9 @@
 
 Every survivor tells every other which ranks it believes lost, in rounds, and adds what it is told. A
 round in which all survivors said the same ends it. A survivor that dies meanwhile is noticed by the
-transport, joins the lost and starts another round. A rank that has finished answers late rounds with its
-result, which the late rank adopts; so no two survivors end with different sets, at worst with a set
-that a later `shrink` has to reduce again.
+transport, joins the lost and starts another round; so does one that leaves without taking part. A rank
+that has finished answers late rounds with its result, which the late rank adopts; so no two survivors
+end with different sets, at worst with a set that a later `shrink` has to reduce again.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class Recovery:
                     for peer in survivors:
                         node.tell_survivors(peer, id, agreement.round, lost, False)
                     said = {lost}
+                    silent: set[int] = set()
                     for peer in survivors:
                         waited_for = [peer]
                         while True:
@@ -73,13 +74,16 @@ class Recovery:
                             if key in agreement.heard:
                                 said.add(agreement.heard[key])
                                 break
-                            if agreement.result is not None or peer in node.lost:
+                            if agreement.result is not None:
+                                break
+                            if peer in node.lost or peer in node.left:
+                                silent.add(peer)
                                 break
                             agreement.changed.clear()
                             await agreement.changed.wait()
                     if agreement.result is not None:
                         break
-                    union = lost.union(*said, frozenset(node.lost) & members)
+                    union = lost.union(*said, silent, frozenset(node.lost) & members)
                     if said == {lost} and union == lost:
                         agreement.result = lost
                     else:
@@ -97,7 +101,7 @@ class Recovery:
         return agreement.result
 
     def _hear(self, peer: int, id: int, round: int, lost: list[int], final: bool) -> None:
-        if id < 0:  # a peer was lost: whoever waits for it should look again
+        if id < 0:  # a peer was lost or has left: whoever waits for it should look again
             for agreement in self._agreements.values():
                 agreement.changed.set()
             return

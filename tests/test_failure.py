@@ -283,6 +283,34 @@ async def test_close_with_a_call_in_flight(url: str) -> None:
     await run_ranks(2, body, url=url)
 
 
+async def test_shrink_goes_on_without_a_rank_that_closed(url: str) -> None:
+    """Whether it had left before the others shrink, or leaves while they wait for it."""
+    waits = asyncio.Event()
+
+    async def body(comm: AsyncCommunicator) -> None:
+        await comm.barrier()
+        if comm.rank == 1:
+            await waits.wait()
+            await comm.close()
+            return
+        if comm.rank == 0:
+            shrinking = asyncio.ensure_future(comm.shrink(timeout=20))
+            await asyncio.sleep(0)  # it has begun
+            waits.set()
+            smaller = await shrinking
+        else:
+            error = await outcome(comm.recv(1))
+            assert isinstance(error, PeerLostError)
+            assert error.orderly
+            smaller = await comm.shrink(timeout=20)
+        assert (smaller.rank, smaller.world_size) == (comm.rank // 2, 2)
+        await still_works(smaller)
+
+    started = time.monotonic()
+    await run_ranks(3, body, url=url)
+    assert time.monotonic() - started < 15
+
+
 async def test_close_while_another_rank_hangs(url: str) -> None:
     release = asyncio.Event()
 

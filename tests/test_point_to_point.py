@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 from support import counting_turns, outcome, run_ranks
 
-from ruda_async import AsyncCommunicator, CollectiveTimeoutError, PeerLostError, TensorContractError
+from ruda_async import (
+    AsyncCommunicator,
+    CollectiveTimeoutError,
+    CommunicatorClosedError,
+    PeerLostError,
+    TensorContractError,
+)
 
 torch = pytest.importorskip("torch")
 
@@ -251,3 +257,32 @@ async def test_transfers_between_survivors_end_when_a_third_rank_is_lost(url: st
         assert await smaller.recv(1 - smaller.rank) == [peer]
 
     await run_ranks(3, body, url=url, timeout=60)
+
+
+@pytest.mark.parametrize("derived", [False, True])
+async def test_close_ends_transfers_in_flight_and_says_that_it_did(url: str, derived: bool) -> None:
+    """As it does collectives: it was not the peer who closed, and nothing is left to wait for."""
+
+    async def body(comm: AsyncCommunicator) -> None:
+        channel = comm.channel("side") if derived else comm
+        await comm.barrier()
+        if comm.rank == 0:
+            calls = (
+                channel.send(np.ones(1 << 22), 1),
+                channel.recv(1),
+                channel.recv(1),
+                channel.recv_any(tag=7),
+            )
+            waiting = [asyncio.ensure_future(call) for call in calls]
+            await asyncio.sleep(0)  # all have begun
+            await channel.close()
+            ends = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 10)
+            assert {type(end) for end in ends} == {CommunicatorClosedError}
+            assert {str(end).split()[-1] for end in ends} == {"0" if derived else "communicator"}
+        if derived:
+            await comm.barrier()  # the other channels go on
+        elif comm.rank == 1:
+            with pytest.raises(PeerLostError, match="rank 0 has closed its communicator"):
+                await comm.recv(0, tag=9)
+
+    await run_ranks(2, body, url=url, timeout=20)

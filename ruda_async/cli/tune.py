@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 from ..errors import RudaError, TransportUnavailableError
 
@@ -42,9 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measure, write and show; 1 where a transport that was not asked for by name failed."""
+    """Measure, write and show; 1 where a transport failed that works here of itself, or none was measured."""
     from ..tuning.measure import measure
-    from ..tuning.store import default_path, read_tuning, write_tuning
+    from ..tuning.store import check_place, default_path, read_tuning, write_tuning
     from ..url import split_url
 
     path = args.output or default_path()
@@ -52,6 +53,7 @@ def main(args: argparse.Namespace) -> int:
         for scheme, numbers in read_tuning(path).items():
             print(f"{scheme}: {numbers}")
         return 0
+    check_place(path)  # before it takes a minute
     failed = 0
     measured = {}
     for url in args.url or _urls():
@@ -72,14 +74,23 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _urls() -> list[str]:
-    """Every transport that works here and is no wrapper."""
+    """Every transport that works here of itself and is no wrapper; says why others are left out."""
     from ..transport.registry import plugins, why_unavailable
 
-    found = [
-        f"{scheme}://"
-        for scheme, info in plugins().items()
-        if why_unavailable(info) is None and not getattr(info.load(), "wraps", False)
-    ]
+    found = []
+    for scheme, info in plugins().items():
+        plugin: Any = info.load() if why_unavailable(info) is None else None
+        if plugin is None or getattr(plugin, "wraps", False):
+            continue
+        needs = getattr(plugin, "needs", "")
+        if needs:
+            left_out = f"it needs {needs}; give them by --url '{scheme}://?…'"
+        elif plugin.rank_per == "engine":
+            left_out = "another engine starts its ranks; it goes by what it declares"
+        else:
+            found.append(f"{scheme}://")
+            continue
+        print(f"ruda-async: {scheme}:// is not measured: {left_out}", file=sys.stderr)
     if not found:
         raise TransportUnavailableError("no transport works here; see `ruda-async doctor`")
     return found

@@ -142,20 +142,20 @@ class Transfer:
         self.started = monotonic()
 
     def waits(self, wait: Any) -> None:
-        """See `within.Party`: it cannot finish where a member of its channel is lost already."""
+        """See `within.Party`: it cannot finish where its channel is closed or has lost a member already."""
         self._waiting.add(wait)
-        loss = self.channel.loss()
-        if loss is not None:
-            wait.end(loss)
+        error = self.channel.ended()
+        if error is not None:
+            wait.end(error)
 
     def waits_no_more(self, wait: Any) -> None:
         """See `within.Party`."""
         self._waiting.discard(wait)
 
     def fail(self) -> None:
-        """A member of its channel is lost: end what waits."""
+        """Its channel was closed, or a member of it is lost: end what waits."""
         for wait in tuple(self._waiting):
-            wait.end(self.channel.loss())
+            wait.end(self.channel.ended())
 
 
 class Tally:

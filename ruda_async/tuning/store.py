@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -14,7 +15,7 @@ from ..errors import ConfigError
 from .machine import fingerprint, machine
 from .numbers import Numbers
 
-__all__ = ["OFF", "default_path", "find_numbers", "read_tuning", "write_tuning"]
+__all__ = ["OFF", "check_place", "default_path", "find_numbers", "read_tuning", "write_tuning"]
 
 log = logging.getLogger("ruda_async")
 
@@ -84,11 +85,30 @@ def write_tuning(path: Path, measured: Mapping[str, Numbers]) -> None:
             scheme: numbers._asdict() for scheme, numbers in sorted((kept | dict(measured)).items())
         },
     }
+    _write(path, json.dumps(content, indent=2) + "\n")
+
+
+def check_place(path: Path) -> None:
+    """See that `write_tuning` will be able to write there; folders that are missing are made.
+
+    Raises:
+        ConfigError: it will not.
+    """
+    _write(path, None)
+
+
+def _write(path: Path, text: str | None) -> None:
+    """Replace a file whole; without a text, leave it as it is, and only see that it could be done."""
     fresh = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        fresh.write_text(json.dumps(content, indent=2) + "\n")
-        fresh.replace(path)
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        fresh.write_text(text or "")
+        if text is None:
+            fresh.unlink()
+        else:
+            fresh.replace(path)
     except OSError as error:
         raise ConfigError(
             f"the tuning file {str(path)!r} cannot be written: {error.strerror}; name another by --output"
