@@ -14,18 +14,13 @@ import concurrent.futures
 import contextvars
 import threading
 import types
-from collections.abc import Callable, Coroutine, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Generator
+from contextlib import suppress
 from time import monotonic
 from typing import Any, Generic, TypeVar
 
-try:
-    # The module that `signal` wraps: the wrapper's enums would cost more than a small collective.
-    import _signal  # type: ignore[import-not-found]
-except ImportError:  # pragma: no cover
-    import signal as _signal
-
 from .errors import CollectiveTimeoutError, CommunicatorClosedError, RudaError
+from .interrupts import Interrupt, deferred_interrupt
 from .tensors.device import note_streams
 from .transport.framed.activity import blocking
 
@@ -37,16 +32,17 @@ R = TypeVar("R")
 _LINGER = 0.005
 #: Seconds that an interrupted call may take to withdraw before the interrupt is raised all the same.
 _WITHDRAW = 5.0
+#: Seconds that calls in flight have to end when the loop ends.
+_FINISH = 2.0
 #: Seconds that a call run by hand may wait for the bytes it needs before the loop waits for it.
 _BLOCK = 0.001
 #: Seconds after which it goes on on the loop in any case, for other threads' calls and for Ctrl-C.
 _BY_HAND = 0.01
-_SIGINT = int(_signal.SIGINT)
-_DEFAULT_HANDLER = _signal.default_int_handler
-_MAIN_THREAD = threading.main_thread().ident
 _ON_ITS_OWN_LOOP = (
     "a blocking call was made on the communicator's own loop; use the asynchronous communicator there"
 )
+_CLOSED = "this communicator is closed"
+_CLOSED_MEANWHILE = "this communicator was closed during the call"
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
@@ -124,31 +120,42 @@ class BackgroundLoop:
 
     def _main(self) -> None:
         while self._wait_for_turn():
-            with self._turn:
+            try:
                 asyncio.set_event_loop(self._loop)
                 self._loop.run_forever()  # until a caller wants it
-            with self._news:
-                self._thread_has_it = False
+            finally:
+                # Before the turn goes over: a caller who thought that the loop still runs here would stop it
+                # under its own call.
+                with self._news:
+                    self._thread_has_it = False
+                self._turn.release()
         with self._turn:
             self._finish()
 
     def _finish(self) -> None:
         """Cancel what is left and close the loop."""
         loop = self._loop
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            loop.run_until_complete(asyncio.wait(tasks, timeout=2))
+        end = monotonic() + _FINISH
+        while (seconds := end - monotonic()) > 0:
+            loop.run_until_complete(asyncio.sleep(0))  # what was submitted just before becomes a task
+            tasks = asyncio.all_tasks(loop)
+            if not tasks and not self._started:
+                break
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                loop.run_until_complete(asyncio.wait(tasks, timeout=seconds))
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
 
     def _wait_for_turn(self) -> bool:
-        """Wait until this thread should run the loop; False when it should end."""
+        """Wait until this thread should run the loop, and take the turn; False when it should end."""
         with self._news:
             while not self.stopped:
                 idle = self._last_call + _LINGER - monotonic()
                 if self._caller is None and (self._started or idle <= 0):
+                    # In one step with the flag, or a caller might run the loop first and meet its own stop.
+                    self._turn.acquire()  # free: callers give it back before their name
                     self._thread_has_it = True
                     return True
                 self._news.wait(_LINGER if self._caller is not None else idle)
@@ -157,7 +164,11 @@ class BackgroundLoop:
     # ------------------------------------------------------------------ calling threads
 
     def _take(self) -> bool:
-        """Become the thread that runs the loop; False when another caller is."""
+        """Become the thread that runs the loop; False when another caller is.
+
+        Raises:
+            CommunicatorClosedError: the loop has ended.
+        """
         me = threading.get_ident()
         with self._news:
             if self._caller is not None:
@@ -166,13 +177,29 @@ class BackgroundLoop:
                 return False
             self._caller = me
             interrupt = self._thread_has_it
-        if interrupt:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-        self._turn.acquire()
+        self._take_turn(interrupt)
         return True
+
+    def _take_turn(self, interrupt: bool) -> None:
+        """Wait for the turn, being the caller; `interrupt` the loop's own thread in it."""
+        try:
+            if interrupt:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+            self._turn.acquire()
+        except BaseException:  # a second Ctrl-C does not wait, and the loop may be closed
+            self._give_up_name()
+            if self.stopped:
+                raise CommunicatorClosedError(_CLOSED) from None
+            raise
+        if self._loop.is_closed():
+            self._leave()
+            raise CommunicatorClosedError(_CLOSED)
 
     def _leave(self) -> None:
         self._turn.release()
+        self._give_up_name()
+
+    def _give_up_name(self) -> None:
         with self._news:
             self._caller = None
             self._last_call = monotonic()
@@ -186,29 +213,42 @@ class BackgroundLoop:
             by_hand: `call` does not depend on being a task, so it may be started without one.
         """
         self._check(call)
-        if asyncio._get_running_loop() is not None or not self._take():
-            return self._run_elsewhere(call)
-        try:
-            with _deferred_interrupt() as interrupt:
-                first = None
-                if self._started:
-                    by_hand, call = False, _after_started(call)
-                if by_hand:
+        if asyncio._get_running_loop() is None:
+            # Around taking and leaving too: an interrupt in there would keep all threads from the loop.
+            with deferred_interrupt() as interrupt:
+                if self._try_take(call):
                     try:
-                        first = self._begin(call, _BLOCK)
-                    except StopIteration as done:
-                        result: R = done.value
-                        return result
-                task = self._loop.create_task(_rest(call, first) if by_hand else call)
-                interrupt.on_interrupt(lambda: self._loop.call_soon_threadsafe(task.cancel))
-                try:
-                    return self._loop.run_until_complete(task)
-                except asyncio.CancelledError:
-                    if interrupt.pending:
-                        raise KeyboardInterrupt from None
-                    raise CommunicatorClosedError("this communicator was closed during the call") from None
-        finally:
-            self._leave()
+                        return self._run_here(call, by_hand, interrupt)
+                    finally:
+                        self._leave()
+        return self._run_elsewhere(call)
+
+    def _try_take(self, call: Coroutine[Any, Any, Any]) -> bool:
+        try:
+            return self._take()
+        except BaseException:
+            call.close()
+            raise
+
+    def _run_here(self, call: Coroutine[Any, Any, R], by_hand: bool, interrupt: Interrupt) -> R:
+        """Run the loop for `call`, having the turn."""
+        first = None
+        if self._started:
+            by_hand, call = False, _after_started(call)
+        if by_hand:
+            try:
+                first = self._begin(call, _BLOCK)
+            except StopIteration as done:
+                result: R = done.value
+                return result
+        task = self._loop.create_task(_rest(call, first) if by_hand else call)
+        interrupt.on_interrupt(lambda: self._loop.call_soon_threadsafe(task.cancel))
+        try:
+            return self._loop.run_until_complete(task)
+        except asyncio.CancelledError:
+            if interrupt.pending:
+                raise KeyboardInterrupt from None
+            raise CommunicatorClosedError(_CLOSED_MEANWHILE) from None
 
     def _run_elsewhere(self, call: Coroutine[Any, Any, R]) -> R:
         """Wait while another thread runs the loop."""
@@ -216,11 +256,12 @@ class BackgroundLoop:
         try:
             return future.result()
         except concurrent.futures.CancelledError:
-            raise CommunicatorClosedError("this communicator was closed during the call") from None
+            raise CommunicatorClosedError(_CLOSED_MEANWHILE) from None
         except BaseException:
             if not future.done():
                 future.cancel()
-                concurrent.futures.wait((self._submit(_turns()),), _WITHDRAW)
+                with suppress(CommunicatorClosedError):
+                    concurrent.futures.wait((self._submit(_turns()),), _WITHDRAW)
             raise
 
     def start(self, call: Coroutine[Any, Any, R], label: str, *, by_hand: bool = False) -> Work[R]:
@@ -230,18 +271,23 @@ class BackgroundLoop:
             by_hand: as for `run`; where nobody runs the loop, the call gets as far as it can without waiting.
         """
         self._check(call)
-        if by_hand and asyncio._get_running_loop() is None and self._take_at_once():
+        if by_hand and asyncio._get_running_loop() is None:
             done: concurrent.futures.Future[R] = concurrent.futures.Future()
             try:
-                with _deferred_interrupt():
-                    try:
-                        call = _rest(call, self._begin(call, 0.0))
-                    except StopIteration as end:
-                        done.set_result(end.value)
-                    except Exception as error:
-                        done.set_exception(error)
-            finally:
-                self._leave()
+                with deferred_interrupt():
+                    if self._take_at_once():
+                        try:
+                            call = _rest(call, self._begin(call, 0.0))
+                        except StopIteration as end:
+                            done.set_result(end.value)
+                        except Exception as error:
+                            done.set_exception(error)
+                        finally:
+                            self._leave()
+            except KeyboardInterrupt:
+                if not done.done():
+                    self._submit(call).cancel()  # what it has posted is taken back where the loop runs
+                raise
             if done.done():
                 return Work(done, label)
         return Work(self._submit(call), label)
@@ -264,28 +310,35 @@ class BackgroundLoop:
     def _take_at_once(self) -> bool:
         """`_take`, where that neither waits nor overtakes calls that were started before."""
         with self._news:
-            if self._caller is not None or self._thread_has_it or self._started:
+            if self.stopped or self._caller is not None or self._thread_has_it or self._started:
                 return False
             self._caller = threading.get_ident()
-        self._turn.acquire()
+        self._take_turn(interrupt=False)
         return True
 
     def _check(self, call: Coroutine[Any, Any, Any]) -> None:
         if self.stopped:
             call.close()
-            raise CommunicatorClosedError("this communicator is closed")
+            raise CommunicatorClosedError(_CLOSED)
         if asyncio._get_running_loop() is self._loop:
             call.close()
             raise RuntimeError(_ON_ITS_OWN_LOOP)
 
     def _submit(self, call: Coroutine[Any, Any, R]) -> concurrent.futures.Future[R]:
         with self._news:
+            if self.stopped:  # since `_check`: nobody would run it
+                call.close()
+                raise CommunicatorClosedError(_CLOSED)
             self._started += 1
             self._news.notify_all()
-        context = contextvars.copy_context()
-        context.run(note_streams)
-        future = context.run(asyncio.run_coroutine_threadsafe, call, self._loop)
-        future.add_done_callback(self._finished)
+        try:
+            context = contextvars.copy_context()
+            context.run(note_streams)
+            future = context.run(asyncio.run_coroutine_threadsafe, call, self._loop)
+            future.add_done_callback(self._finished)
+        except BaseException:  # Ctrl-C; who is counted for good makes every later call wait for a turn
+            self._finished(None)
+            raise
         return future
 
     def _finished(self, _: object) -> None:
@@ -345,44 +398,3 @@ def _awaiting(call: Coroutine[Any, Any, R], first: Any) -> Generator[Any, Any, R
 
 async def _rest(call: Coroutine[Any, Any, R], first: Any) -> R:
     return await _awaiting(call, first)
-
-
-class _Interrupt:
-    """An interrupt that waits until the loop's state is sound."""
-
-    def __init__(self) -> None:
-        self.pending = False
-        self._act: Any = None
-
-    def on_interrupt(self, act: Any) -> None:
-        """What to do at once when the interrupt comes (or has come)."""
-        self._act = act
-        if self.pending:
-            act()
-
-    def handle(self, *_: object) -> None:
-        """The signal handler."""
-        if self.pending:
-            raise KeyboardInterrupt  # the second one does not wait
-        self.pending = True
-        if self._act is not None:
-            self._act()
-
-
-@contextmanager
-def _deferred_interrupt() -> Iterator[_Interrupt]:
-    """In the main thread, keep Ctrl-C from striking in the middle of the loop's work.
-
-    As `asyncio.Runner` does, and like it only where the program has no handler of its own.
-    """
-    interrupt = _Interrupt()
-    if threading.get_ident() != _MAIN_THREAD or _signal.getsignal(_SIGINT) is not _DEFAULT_HANDLER:
-        yield interrupt
-        return
-    _signal.signal(_SIGINT, interrupt.handle)
-    try:
-        yield interrupt
-    finally:
-        _signal.signal(_SIGINT, _DEFAULT_HANDLER)
-    if interrupt.pending:
-        raise KeyboardInterrupt

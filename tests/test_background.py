@@ -1,0 +1,203 @@
+"""The loop of blocking calls: who runs it when, at the moments where two threads could disagree."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+import pytest
+
+from ruda_async import CommunicatorClosedError
+from ruda_async.background import BackgroundLoop
+
+#: Seconds: for what has to happen, and for what must not.
+LONG = 10.0
+SHORT = 0.2
+
+
+class WatchedLock:
+    """A lock that calls `before` when it is about to be acquired, and `after` when it was released."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self.before: Callable[[], object] = bool
+        self.after: Callable[[], object] = bool
+
+    def acquire(self) -> bool:
+        self.before()
+        return bool(self._lock.acquire())
+
+    def release(self) -> None:
+        self._lock.release()
+        self.after()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+@pytest.fixture
+def loop() -> Iterator[BackgroundLoop]:
+    loop = BackgroundLoop()
+    yield loop
+    loop.stop()
+    assert not loop._thread.is_alive()
+
+
+@pytest.fixture
+def turn(loop: BackgroundLoop) -> WatchedLock:
+    """The lock of the thread that runs `loop`, from before its own thread has it."""
+    with loop._news:
+        lock = WatchedLock(loop._turn)
+        loop._turn = lock  # type: ignore[assignment]
+    return lock
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT does what it does in a program started from a terminal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+async def turns() -> str:
+    """Needs the loop to turn a few times."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+    return "done"
+
+
+def in_thread(function: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    outcome: list[Any] = []
+
+    def body() -> None:
+        try:
+            outcome.append(function())
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=body, daemon=True)
+    thread.start()
+    return thread, outcome
+
+
+@pytest.mark.timeout(30)
+def test_a_call_comes_while_the_loops_thread_takes_its_turn(loop: BackgroundLoop, turn: WatchedLock) -> None:
+    reached, go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        if threading.current_thread() is loop._thread and not go.is_set():
+            reached.set()
+            assert go.wait(LONG)
+
+    turn.before = hold
+    assert reached.wait(LONG)  # idle for a few milliseconds, it wants to run the loop
+    thread, outcome = in_thread(lambda: loop.run(turns()))
+    thread.join(SHORT)
+    go.set()
+    thread.join(LONG)
+    assert outcome == ["done"]
+
+
+@pytest.mark.timeout(30)
+def test_calls_come_while_the_loops_thread_gives_its_turn_back(
+    loop: BackgroundLoop, turn: WatchedLock
+) -> None:
+    runs, go = threading.Event(), threading.Event()
+    turn.after = lambda: threading.current_thread() is not loop._thread or go.wait(LONG)
+
+    async def who() -> threading.Thread:
+        runs.set()
+        return threading.current_thread()
+
+    while loop.start(who(), "who").wait(LONG) is not loop._thread:
+        pass
+    try:
+        for _ in range(3):
+            assert loop.run(turns()) == "done"
+    finally:
+        go.set()
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("way", ["run", "start"])
+def test_ctrl_c_at_the_edge_of_a_call_leaves_the_loop_usable(
+    way: str, moment: str, loop: BackgroundLoop, turn: WatchedLock, ctrl_c: None
+) -> None:
+    main = threading.current_thread()
+
+    def strike() -> None:
+        if threading.current_thread() is main:
+            setattr(turn, moment, bool)
+            signal.raise_signal(signal.SIGINT)
+
+    with loop._news:  # so that `start` may run its call itself
+        assert not loop._thread_has_it
+        setattr(turn, moment, strike)
+        with pytest.raises(KeyboardInterrupt):
+            loop.run(turns()) if way == "run" else loop.start(turns(), "turns", by_hand=True)
+    thread, outcome = in_thread(lambda: loop.run(turns()))
+    thread.join(LONG)
+    assert outcome == ["done"]
+    assert loop.run(turns()) == "done"
+    assert loop.start(turns(), "turns").wait(LONG) == "done"
+
+
+async def blocking(loop: BackgroundLoop) -> None:
+    """A blocking call on the thread of another loop."""
+    loop.run(turns())
+
+
+ended: dict[str, Callable[[BackgroundLoop], object]] = {
+    "run": lambda loop: loop.run(turns()),
+    "by hand": lambda loop: loop.run(turns(), by_hand=True),
+    "start": lambda loop: loop.start(turns(), "turns").wait(LONG),
+    "start by hand": lambda loop: loop.start(turns(), "turns", by_hand=True).wait(LONG),
+    "elsewhere": lambda loop: asyncio.run(blocking(loop)),
+}
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("way", ended)
+def test_a_call_that_meets_the_end_of_the_loop_is_refused(
+    way: str, loop: BackgroundLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread closes between the call's look at `stopped` and what it does then."""
+    check = loop._check
+
+    def late(call: Any) -> None:
+        check(call)
+        loop.stop()
+
+    monkeypatch.setattr(loop, "_check", late)
+    with pytest.raises(CommunicatorClosedError, match="closed"):
+        ended[way](loop)
+
+
+@pytest.mark.timeout(30)
+def test_what_was_submitted_last_ends_with_the_loop(loop: BackgroundLoop) -> None:
+    """A call that is not a task yet when the loop ends is cancelled all the same."""
+    # It is counted before the loop is asked to end, and reaches the loop while that ends.
+    with loop._news:
+        loop._started += 1
+    ending, outcome = in_thread(loop.stop)
+    while not loop.stopped:
+        pass
+    with loop._news:  # as a thread that looked at `stopped` in time
+        loop.stopped = False
+        future = loop._submit(turns())
+        loop.stopped = True
+        loop._started -= 1
+    ending.join(LONG)
+    assert outcome == [None]
+    assert future.cancelled() or future.result(LONG) == "done"
