@@ -12,6 +12,7 @@ import asyncio
 import secrets
 import socket
 from dataclasses import replace
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,6 +23,7 @@ from .opening import open_transport
 from .rendezvous import OtherJobError, meet, visit
 from .tags import CONTROL_TAG
 from .transport.registry import is_network
+from .transport.threads import in_thread
 
 if TYPE_CHECKING:
     from .config import Config
@@ -206,9 +208,10 @@ async def listen(config: Config) -> tuple[str, socket.socket | None]:
     if not is_network(config.plugin):
         return name, None
     host = config.host or "127.0.0.1"
-    loop = asyncio.get_running_loop()
     try:
-        (family, _, _, _, address), *_ = await loop.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        (family, _, _, _, address), *_ = await in_thread(
+            partial(socket.getaddrinfo, host, 0, type=socket.SOCK_STREAM)
+        )
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
             listener.bind(address)

@@ -93,7 +93,7 @@ class Operation:
         self._tag = tag_of(channel.id, sequence)
         self._greeted: set[int] = set()
         self._heard: set[int] = set()
-        #: Waits for shared memory; made when there is one.
+        #: Waits for shared memory, and for threads; made when there is one.
         self._watches: set[asyncio.Future[None]] | None = None
 
     # ------------------------------------------------------------------ what algorithms use
@@ -166,7 +166,7 @@ class Operation:
         self, adapter: TensorAdapter[T], like: T, shape: tuple[int, ...], dtype: str
     ) -> Target[T]:
         """A fresh tensor; see `collectives.operation.Link`."""
-        return await allocate(adapter, like, shape, dtype, self.heap)
+        return await allocate(adapter, like, shape, dtype, self._watched, self.heap)
 
     def open(self, peer: int, number: int) -> memoryview:
         """Memory of `peer`; see `collectives.operation.Link`."""
@@ -194,11 +194,14 @@ class Operation:
             raise self.error
         assert self.heap is not None
         waiting = self.heap.regions.watch(self._members[peer], ready)
-        if isinstance(waiting, asyncio.Future):
-            if self._watches is None:
-                self._watches = set()
-            self._watches.add(waiting)
-            waiting.add_done_callback(self._watches.discard)
+        return self._watched(waiting) if isinstance(waiting, asyncio.Future) else waiting
+
+    def _watched(self, waiting: asyncio.Future[None]) -> asyncio.Future[None]:
+        """`waiting`, which fails when this call does."""
+        if self._watches is None:
+            self._watches = set()
+        self._watches.add(waiting)
+        waiting.add_done_callback(self._watches.discard)
         return waiting
 
     # ------------------------------------------------------------------ ending early

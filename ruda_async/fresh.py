@@ -8,12 +8,14 @@ are written by the event loop.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, TypeVar
 
 from .tensors.pool import WIDEST, fresh_blocks, touch
 from .transport import blocking
+from .transport.threads import start_in_thread
 
 if TYPE_CHECKING:
     from .heap import Heap
@@ -25,14 +27,22 @@ T = TypeVar("T")
 
 #: From so many bytes on numpy asks for pages of 2 MiB.
 _LARGE = 4 << 20
-#: Bytes touched at a time, so that who was cancelled waits for little.
+#: Bytes touched at a time: so much goes on in vain when the call has ended.
 _PIECE = 16 << 20
 
 
 async def allocate(
-    adapter: TensorAdapter[T], like: T, shape: tuple[int, ...], dtype: str, heap: Heap | None = None
+    adapter: TensorAdapter[T],
+    like: T,
+    shape: tuple[int, ...],
+    dtype: str,
+    wait: Callable[[asyncio.Future[None]], Awaitable[None]],
+    heap: Heap | None = None,
 ) -> Target[T]:
-    """`TensorAdapter.allocate`, in shared memory where there is a `heap`; large ones have their pages."""
+    """`TensorAdapter.allocate`, in shared memory where there is a `heap`; large ones have their pages.
+
+    `wait` waits for a thread, but no longer than the call may last.
+    """
     make = adapter.allocate if heap is None else partial(heap.allocate, adapter)
     # A blocking call that runs by hand holds up no loop.
     if blocking.seconds or prod(shape) * WIDEST < _LARGE:
@@ -42,5 +52,5 @@ async def allocate(
     for block in blocks:
         if block.nbytes >= _LARGE:
             for at in range(0, block.nbytes, _PIECE):
-                await asyncio.to_thread(touch, block[at : at + _PIECE])
+                await wait(start_in_thread(partial(touch, block[at : at + _PIECE])))
     return target

@@ -240,7 +240,9 @@ class PointToPoint:
                 target = adapter.into(out, spec)
             else:
                 like = np.empty(0) if like is None else like
-                target = await allocate(adapter, like, spec.shape, spec.dtype)
+                target = await allocate(
+                    adapter, like, spec.shape, spec.dtype, lambda wait: Within(wait, deadline, transfer)
+                )
         except TensorContractError as error:
             raise error.at(self._where(transfer), channel.rank) from None
         member = channel.members[source]

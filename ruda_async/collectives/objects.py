@@ -6,12 +6,12 @@ for settings and summaries; arrays belong into the tensor collectives.
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any
 
 import msgpack
 
 from ..errors import ProtocolError, TensorContractError
+from ..transport.threads import in_thread
 from .all_gather_v import gather_blocks
 from .broadcast import broadcast_bytes
 from .messages import EMPTY, peers, receive_bytes, scratch, send_bytes, split
@@ -170,7 +170,7 @@ async def decode(data: memoryview, sender: int) -> Any:
     try:
         if len(data) < _IN_THREAD:
             return _unpack(data)
-        return await asyncio.to_thread(_unpack, data)
+        return await in_thread(lambda: _unpack(data))
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise ProtocolError(
             f"rank {sender} sent {len(data)} bytes that are no object of this library ({error}); see that "

@@ -10,11 +10,13 @@ import os
 import socket
 import stat
 import time
+from functools import partial
 from typing import Any, TypeAlias
 
 from ..errors import ConfigError
 from ..transport.handshake import address_text
 from ..transport.job import Job
+from ..transport.threads import in_thread
 from . import limits
 
 __all__ = ["Address", "Endpoint", "listen", "prepare", "resolve"]
@@ -51,9 +53,8 @@ async def resolve(job: Job, address: Address) -> list[Endpoint]:
         try:  # a number needs no look-up, and so no thread
             found = socket.getaddrinfo(host, ports[0], type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
         except socket.gaierror:
-            loop = asyncio.get_running_loop()
             async with asyncio.timeout(job.deadline - time.monotonic()):
-                found = await loop.getaddrinfo(host, ports[0], type=socket.SOCK_STREAM)
+                found = await in_thread(partial(socket.getaddrinfo, host, ports[0], type=socket.SOCK_STREAM))
     except TimeoutError:
         raise socket.gaierror(socket.EAI_AGAIN, "no answer in time") from None
     except UnicodeError:

@@ -6,11 +6,13 @@ import asyncio
 import errno
 import ipaddress
 import socket
+from functools import partial
 from typing import Any
 
 from ..errors import ConfigError
 from .job import Job
 from .mesh import MAX_STRANGERS
+from .threads import in_thread
 
 __all__ = ["listen_for_ranks", "reachable_address", "resolve"]
 
@@ -64,10 +66,9 @@ async def resolve(job: Job, host: str, port: int) -> list[tuple[int, Any]]:
     Raises:
         ConfigError: it is not found.
     """
-    loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(job.remaining()):
-            infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            infos = await in_thread(partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM))
     except (OSError, UnicodeError) as error:
         reason = (isinstance(error, OSError) and error.strerror) or str(error) or "no answer in time"
         raise ConfigError(

@@ -10,7 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ruda_async.transport import Capabilities, FramedParameters, FramedTransport, Job, Transport, param
+from ruda_async.transport import (
+    Capabilities,
+    FramedParameters,
+    FramedTransport,
+    Job,
+    Transport,
+    in_thread,
+    param,
+)
 
 __all__ = ["PLUGIN", "TLS_PLUGIN", "TcpParameters", "TcpPlugin", "TlsParameters", "TlsPlugin"]
 
@@ -124,15 +132,13 @@ class TlsPlugin:
 
     async def connect(self, job: Job) -> Transport:
         """Meet the other ranks at the URL's address and link up with each, all inside TLS."""
-        from asyncio import to_thread
-
         from .looking import spin_of
         from .mesh import dial_mesh
         from .tls import Contexts, TlsConnection
         from .tls_stream import TlsStream
 
         parameters: TlsParameters = job.parameters
-        contexts = await to_thread(Contexts, job, parameters)  # reads files
+        contexts = await in_thread(lambda: Contexts(job, parameters))  # reads files
         mesh, terms = await dial_mesh(replace(job, secure=contexts.secure), parameters)
         streams = {}
         spin = spin_of(parameters.spin, mesh.sockets if mesh else {})

@@ -13,7 +13,15 @@ import ssl
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ruda_async.transport import AuthenticationError, ConfigError, Job, ProtocolError, RudaError, address_text
+from ruda_async.transport import (
+    AuthenticationError,
+    ConfigError,
+    Job,
+    ProtocolError,
+    RudaError,
+    address_text,
+    in_thread,
+)
 
 if TYPE_CHECKING:
     from . import TlsParameters
@@ -105,7 +113,7 @@ class TlsConnection:
         """
         while True:
             try:
-                await self._loop.run_in_executor(None, self.tls.do_handshake)
+                await in_thread(self.tls.do_handshake)
                 break
             except ssl.SSLWantReadError:
                 await self._flush()

@@ -25,6 +25,7 @@ from ruda_async.transport import (
     Spin,
     Terms,
     Transport,
+    in_thread,
     listen_for_ranks,
     reachable_address,
     read_exactly,
@@ -134,8 +135,8 @@ async def join(job: Job) -> Transport:
         await job.meet(b"")
         return UcxTransport(job, None, _capabilities(parameters, False), facts)
     _check(job, parameters)
-    api = await asyncio.to_thread(load)
-    context = await asyncio.to_thread(open_context, api, parameters)
+    api = await in_thread(load)
+    context = await in_thread(partial(open_context, api, parameters))
     accelerator = find_accelerator(bool(context.cuda_support))
     spin = Spin.of(parameters.spin, job.world_size)
     engine = Engine(api, context, parameters.progress, spin)
@@ -159,7 +160,7 @@ async def join(job: Job) -> Transport:
         if divided(peer.namespaces for peer in everyone.values()):
             try:
                 if memory_unasked(parameters):
-                    context = await asyncio.to_thread(open_context, api, without_memory(parameters))
+                    context = await in_thread(partial(open_context, api, without_memory(parameters)))
                     engine = Engine(api, context, parameters.progress, spin)
                     if listening is not None:
                         listening.close()

@@ -14,6 +14,7 @@ from ruda_async.transport import (
     Job,
     Looking,
     PeerLostError,
+    in_thread,
     never_stale,
     no_peer,
 )
@@ -184,7 +185,7 @@ class UcxTransport:
         await self._wait([link.over for link in self._links.values() if not link.over.done()], end)
         free = self._drop(error)
         if free is not None:
-            await asyncio.to_thread(free)
+            await in_thread(free)
 
     async def _wait(self, futures: list[asyncio.Future[None]], end: float) -> None:
         if futures:
