@@ -13,13 +13,13 @@ import asyncio
 import concurrent.futures
 import contextvars
 import threading
-import types
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Coroutine
 from contextlib import suppress
 from time import monotonic
 from typing import Any, Generic, TypeVar
 
 from .errors import CollectiveTimeoutError, CommunicatorClosedError, RudaError
+from .handover import hand_over, rest_of
 from .interrupts import Interrupt, deferred_interrupt
 from .tensors.device import note_streams
 from .transport.framed.activity import blocking
@@ -93,7 +93,7 @@ class Work(Generic[R]):
             ) from None
 
     def cancel(self) -> bool:
-        """Cancel the call on every rank; False when it was over already."""
+        """Ask for the call's end on every rank; False when it was over already. `wait` tells how it ended."""
         return self._future.cancel()
 
 
@@ -241,7 +241,7 @@ class BackgroundLoop:
             except StopIteration as done:
                 result: R = done.value
                 return result
-        task = self._loop.create_task(_rest(call, first) if by_hand else call)
+        task = self._loop.create_task(rest_of(call, first) if by_hand else call)
         interrupt.on_interrupt(lambda: self._loop.call_soon_threadsafe(task.cancel))
         try:
             return self._loop.run_until_complete(task)
@@ -264,11 +264,14 @@ class BackgroundLoop:
                     concurrent.futures.wait((self._submit(_turns()),), _WITHDRAW)
             raise
 
-    def start(self, call: Coroutine[Any, Any, R], label: str, *, by_hand: bool = False) -> Work[R]:
+    def start(
+        self, call: Coroutine[Any, Any, R], label: str, *, by_hand: bool = False, may_not_begin: bool = False
+    ) -> Work[R]:
         """Start `call` on the loop.
 
         Args:
             by_hand: as for `run`; where nobody runs the loop, the call gets as far as it can without waiting.
+            may_not_begin: as for `hand_over`.
         """
         self._check(call)
         if by_hand and asyncio._get_running_loop() is None:
@@ -277,7 +280,7 @@ class BackgroundLoop:
                 with deferred_interrupt():
                     if self._take_at_once():
                         try:
-                            call = _rest(call, self._begin(call, 0.0))
+                            call = rest_of(call, self._begin(call, 0.0))
                         except StopIteration as end:
                             done.set_result(end.value)
                         except Exception as error:
@@ -290,7 +293,7 @@ class BackgroundLoop:
                 raise
             if done.done():
                 return Work(done, label)
-        return Work(self._submit(call), label)
+        return Work(self._submit(call, may_not_begin=may_not_begin), label)
 
     def _begin(self, call: Coroutine[Any, Any, Any], seconds: float) -> Any:
         """Run `call` by hand until it waits: for what, after waiting for bytes so many seconds at most.
@@ -324,7 +327,9 @@ class BackgroundLoop:
             call.close()
             raise RuntimeError(_ON_ITS_OWN_LOOP)
 
-    def _submit(self, call: Coroutine[Any, Any, R]) -> concurrent.futures.Future[R]:
+    def _submit(
+        self, call: Coroutine[Any, Any, R], *, may_not_begin: bool = False
+    ) -> concurrent.futures.Future[R]:
         with self._news:
             if self.stopped:  # since `_check`: nobody would run it
                 call.close()
@@ -334,14 +339,12 @@ class BackgroundLoop:
         try:
             context = contextvars.copy_context()
             context.run(note_streams)
-            future = context.run(asyncio.run_coroutine_threadsafe, call, self._loop)
-            future.add_done_callback(self._finished)
+            return context.run(hand_over, call, self._loop, self._finished, may_not_begin=may_not_begin)
         except BaseException:  # Ctrl-C; who is counted for good makes every later call wait for a turn
-            self._finished(None)
+            self._finished()
             raise
-        return future
 
-    def _finished(self, _: object) -> None:
+    def _finished(self) -> None:
         with self._news:
             self._started -= 1
 
@@ -371,30 +374,3 @@ async def _after_started(call: Coroutine[Any, Any, R]) -> R:
         call.close()
         raise
     return await call
-
-
-@types.coroutine
-def _awaiting(call: Coroutine[Any, Any, R], first: Any) -> Generator[Any, Any, R]:
-    """Go on with a coroutine that was started by hand and waits for `first`."""
-    step: Callable[[Any], Any]
-    argument: Any
-    while True:
-        try:
-            sent = yield first
-        except GeneratorExit:
-            call.close()
-            raise
-        except BaseException as error:
-            step = call.throw
-            argument = error
-        else:
-            step, argument = call.send, sent
-        try:
-            first = step(argument)
-        except StopIteration as done:
-            result: R = done.value
-            return result
-
-
-async def _rest(call: Coroutine[Any, Any, R], first: Any) -> R:
-    return await _awaiting(call, first)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from time import monotonic
 from typing import TYPE_CHECKING, TypeVar
 
@@ -12,7 +13,7 @@ from .errors import ProtocolError, RudaError
 from .fresh import allocate
 from .tags import LANES, tag_of
 from .transport import blocking
-from .transport.base import Buffer, Capabilities, Envelope, Ready, UnexpectedMessage
+from .transport.base import Buffer, Capabilities, Envelope, Ready, TakenBack, UnexpectedMessage
 
 if TYPE_CHECKING:
     from .channel import Channel
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 __all__ = ["Operation"]
 
 T = TypeVar("T")
+
+#: Heads of the later messages of a stream: their place in it, modulo 256. The first has the call's
+#: fingerprint, which is longer.
+_PLACES = tuple(bytes((place,)) for place in range(256))
 
 
 class Operation:
@@ -40,10 +45,10 @@ class Operation:
     """
 
     __slots__ = (
-        "_greeted",
-        "_heard",
         "_members",
         "_native",
+        "_receives",
+        "_sends",
         "_tag",
         "_transport",
         "_watches",
@@ -91,9 +96,10 @@ class Operation:
         self._native: Native | None = None
         self.providers: tuple[Provider, ...] = channel.natives.providers
         self._tag = tag_of(channel.id, sequence)
-        self._greeted: set[int] = set()
-        self._heard: set[int] = set()
-        #: Waits for shared memory, and for threads; made when there is one.
+        #: How many messages were posted, by peer and lane.
+        self._sends: dict[int, int] = {}
+        self._receives: dict[int, int] = {}
+        #: Waits for shared memory, for threads and for a reason; made when there is one.
         self._watches: set[asyncio.Future[None]] | None = None
 
     # ------------------------------------------------------------------ what algorithms use
@@ -103,11 +109,9 @@ class Operation:
         if self.error is not None:
             raise self.error
         stream = peer << 4 | lane
-        if stream in self._greeted:
-            head = b""
-        else:
-            self._greeted.add(stream)
-            head = self.head
+        place = self._sends.get(stream, 0)
+        self._sends[stream] = place + 1
+        head = _PLACES[place & 255] if place else self.head
         for buffer in buffers:
             self.sent += buffer.nbytes
         return self._transport.send(self._members[peer], self._tag | lane, buffers, head)
@@ -117,11 +121,9 @@ class Operation:
         if self.error is not None:
             raise self.error
         stream = peer << 4 | lane
-        if stream in self._heard:
-            head = b""
-        else:
-            self._heard.add(stream)
-            head = self.head
+        place = self._receives.get(stream, 0)
+        self._receives[stream] = place + 1
+        head = _PLACES[place & 255] if place else self.head
         for buffer in buffers:
             self.received += buffer.nbytes
         return self._transport.recv_into(self._members[peer], self._tag | lane, buffers, head)
@@ -131,7 +133,8 @@ class Operation:
         if self.error is not None:
             raise self.error
         member, tag = self._members[peer], self._tag | lane
-        expected = b"" if (peer << 4 | lane) in self._heard else self.head
+        place = self._receives.get(peer << 4 | lane, 0)
+        expected = _PLACES[place & 255] if place else self.head
         waiting = self._transport.probe(member, tag)
         if type(waiting) is Ready:
             envelope: Envelope = waiting.value
@@ -217,6 +220,22 @@ class Operation:
             if self._native is not None:
                 self._native.fail(error, here)
 
+    def is_given_up(self, error: BaseException) -> bool:
+        """Whether `error` comes of a peer that gave up in this call, and whose reason is still to be heard.
+
+        It takes back the messages that have not left; then others miss one, or meet a later one in its place.
+        """
+        if self.error is not None:
+            return False
+        if isinstance(error, UnexpectedMessage):
+            return _place(error.head) != _place(error.expected_head)
+        return isinstance(error, TakenBack)
+
+    async def reason(self) -> None:
+        """Wait for what ends this call: a peer's word, or its deadline."""
+        with suppress(RudaError):
+            await self._watched(asyncio.get_running_loop().create_future())
+
     def end(self) -> None:
         """The call is over here, well or not."""
         if self._native is not None:
@@ -233,3 +252,8 @@ class Operation:
     def __str__(self) -> str:
         channel = self.channel
         return f"rank {self.rank} of {self.size}, channel {channel.name!r}, {self.name} #{self.sequence}"
+
+
+def _place(head: bytes) -> int:
+    """A message's place in its stream, modulo 256 from the second on; -1 for the first."""
+    return head[0] if len(head) == 1 else -1

@@ -99,14 +99,16 @@ class Channel:
                 self.announced.pop(operation.sequence % SEQUENCES, None)
 
     async def _last_words(self, operation: Operation, error: BaseException) -> BaseException:
-        """Let a peer that left in order be heard first: it may have said why."""
-        if isinstance(error, PeerLostError) and error.orderly:
-            try:
+        """Let a peer that left in order, or gave up, be heard first: it says why."""
+        try:
+            if operation.is_given_up(error):
+                await operation.reason()
+            elif isinstance(error, PeerLostError) and error.orderly:
                 for _ in range(_LAST_WORDS):
                     if operation.error is None:
                         await asyncio.sleep(0)
-            except asyncio.CancelledError as cancelled:
-                return cancelled
+        except asyncio.CancelledError as cancelled:
+            return cancelled
         return error
 
     def _start(self, name: str, timeout: float, settings: Settings) -> Operation:

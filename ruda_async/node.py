@@ -10,6 +10,7 @@ import asyncio
 import os
 import weakref
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -32,7 +33,7 @@ from .observe.logs import log
 from .observe.recorder import Recorder, Stats, Transfer
 from .patrol import Patrol
 from .tags import CONTROL_TAG, SEQUENCES, split_tag
-from .transport.base import DONE, Capabilities, Transport
+from .transport.base import DONE, Capabilities, TakenBack, Transport
 from .transport.regions import Regions
 from .tuning.numbers import Numbers, numbers_of, with_numbers
 
@@ -42,14 +43,6 @@ if TYPE_CHECKING:
     from .transport.provider import Provider
 
 __all__ = ["Node", "live_nodes"]
-
-_NOTICES: dict[str, tuple[type, ...]] = {
-    "fail": (int, int, str, int, str, int, str, str, str),
-    "report": (int, int, bytes),
-    "lost": (int, str),
-    "survivors": (int, int, list, bool),
-    "costs": (int, float, float, float, float),
-}
 
 _nodes: weakref.WeakSet[Node] = weakref.WeakSet()
 
@@ -251,8 +244,9 @@ class Node:
                 if envelope.nbytes > notices.MAX_NOTICE:
                     raise ProtocolError(f"a control message of {envelope.nbytes} bytes", rank=peer)
                 data = bytearray(envelope.nbytes)
-                await transport.recv_into(peer, CONTROL_TAG, (memoryview(data),), envelope.head)
-                self._hear(peer, data)
+                with suppress(TakenBack):
+                    await transport.recv_into(peer, CONTROL_TAG, (memoryview(data),), envelope.head)
+                    self._hear(peer, data)
         except PeerLostError as error:
             if peer == 0 and not self.settled.done():
                 self.settled.set_exception(error)
@@ -276,7 +270,7 @@ class Node:
             self._on_lost(peer, lost)
 
     def _hear(self, peer: int, data: bytearray) -> None:
-        kind, fields = notices.decode(data, _NOTICES)
+        kind, fields = notices.decode(data, notices.OF_NODES)
         if kind == "fail":
             id, sequence, *rest = fields
             channel = self.channels.get(id)

@@ -21,11 +21,19 @@ from .errors import (
 )
 from .transport.base import UnexpectedMessage
 
-__all__ = ["MAX_NOTICE", "Failure", "decode", "encode", "mismatch"]
+__all__ = ["MAX_NOTICE", "OF_NODES", "Failure", "decode", "encode", "mismatch"]
 
 #: The longest notice in bytes; longer texts are cut before they are sent.
 MAX_NOTICE = 16 * 1024
 _MAX_TEXT = 2000
+#: What the nodes of a job tell each other: the types of the fields, by kind.
+OF_NODES: dict[str, tuple[type, ...]] = {
+    "fail": (int, int, str, int, str, int, str, str, str),
+    "report": (int, int, bytes),
+    "lost": (int, str),
+    "survivors": (int, int, list, bool),
+    "costs": (int, float, float, float, float),
+}
 
 
 class Failure(NamedTuple):

@@ -27,6 +27,7 @@ from .notices import lost_in_call
 from .observe.recorder import Transfer
 from .tags import channel_id, tag_of
 from .tensors import TensorSpec, adapter_for_call, dtype_of
+from .transport.base import TakenBack
 from .within import Within
 
 if TYPE_CHECKING:
@@ -118,9 +119,12 @@ class PointToPoint:
             deadline = transfer.started + timeout
             turn = self._turn(member, wire_tag)
             await turn.take(deadline, transfer)
+            target = None
             try:
-                envelope = await Within(channel.node.transport.probe(member, wire_tag), deadline, transfer)
-                target = await self._take(transfer, wire_tag, envelope, adapter, like, out, deadline)
+                while target is None:
+                    probing = channel.node.transport.probe(member, wire_tag)
+                    envelope = await Within(probing, deadline, transfer)
+                    target = await self._take(transfer, wire_tag, envelope, adapter, like, out, deadline)
             finally:
                 self._give_back(turn, member, wire_tag)
             result = target.finish()
@@ -143,10 +147,13 @@ class PointToPoint:
         adapter = self._adapter(like, out, transfer)
         deadline = transfer.started + timeout
         self._begin(transfer)
+        target = None
         try:
-            async with self._first(peers, wire_tag, deadline, transfer) as (source, envelope):
-                transfer.sequence = (source, tag)
-                target = await self._take(transfer, wire_tag, envelope, adapter, like, out, deadline)
+            while target is None:
+                transfer.sequence = (-1, tag)
+                async with self._first(peers, wire_tag, deadline, transfer) as (source, envelope):
+                    transfer.sequence = (source, tag)
+                    target = await self._take(transfer, wire_tag, envelope, adapter, like, out, deadline)
             result = target.finish()
         except BaseException as error:
             self._failed(transfer, error, timeout, tuple(peers))
@@ -228,8 +235,8 @@ class PointToPoint:
         like: Any,
         out: Any,
         deadline: float,
-    ) -> Target[Any]:
-        """Receive the message that `envelope` announces."""
+    ) -> Target[Any] | None:
+        """Receive the message that `envelope` announces; None where its sender takes it back."""
         channel = self._channel
         source, _ = transfer.sequence
         transfer.head = envelope.head
@@ -246,8 +253,15 @@ class PointToPoint:
         except TensorContractError as error:
             raise error.at(self._where(transfer), channel.rank) from None
         member = channel.members[source]
-        receiving = channel.node.transport.recv_into(member, wire_tag, (target.buffer,), envelope.head)
-        await Within(receiving, deadline, transfer)
+        transport = channel.node.transport
+        # Memory took its time, and another message may be the next by now.
+        if await Within(transport.probe(member, wire_tag), deadline, transfer) != envelope:
+            return None
+        receiving = transport.recv_into(member, wire_tag, (target.buffer,), envelope.head)
+        try:
+            await Within(receiving, deadline, transfer)
+        except TakenBack:
+            return None
         return target
 
     def _address(self, name: str, peer: int, tag: int) -> tuple[int, int]:

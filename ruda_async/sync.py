@@ -238,7 +238,12 @@ class _Starter:
             call = method(*args, **options)
             communicator._check(call)
             # A small message leaves at once, without a task of its own.
-            return communicator._loop.start(call, f"rank {communicator.rank}, {name}", by_hand=name == "send")
+            return communicator._loop.start(
+                call,
+                f"rank {communicator.rank}, {name}",
+                by_hand=name == "send",
+                may_not_begin=name in _POINT_TO_POINT,
+            )
 
         start.__name__ = name
         return start

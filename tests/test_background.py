@@ -13,6 +13,7 @@ import pytest
 
 from ruda_async import CommunicatorClosedError
 from ruda_async.background import BackgroundLoop
+from ruda_async.handover import hand_over
 
 #: Seconds: for what has to happen, and for what must not.
 LONG = 10.0
@@ -141,11 +142,17 @@ def test_ctrl_c_at_the_edge_of_a_call_leaves_the_loop_usable(
             setattr(turn, moment, bool)
             signal.raise_signal(signal.SIGINT)
 
-    with loop._news:  # so that `start` may run its call itself
-        assert not loop._thread_has_it
+    loop._news.acquire()
+    while loop._thread_has_it:  # until `start` may run its call itself
+        loop._news.release()
+        loop.run(turns())
+        loop._news.acquire()
+    try:
         setattr(turn, moment, strike)
         with pytest.raises(KeyboardInterrupt):
             loop.run(turns()) if way == "run" else loop.start(turns(), "turns", by_hand=True)
+    finally:
+        loop._news.release()
     thread, outcome = in_thread(lambda: loop.run(turns()))
     thread.join(LONG)
     assert outcome == ["done"]
@@ -201,3 +208,38 @@ def test_what_was_submitted_last_ends_with_the_loop(loop: BackgroundLoop) -> Non
     ending.join(LONG)
     assert outcome == [None]
     assert future.cancelled() or future.result(LONG) == "done"
+
+
+@pytest.mark.parametrize("way", ["send", "all_reduce"])
+def test_a_call_cancelled_before_its_task_begins(way: str) -> None:
+    """A transfer takes no message then; a collective has to begin, for the other ranks' sake."""
+    loop, steps = asyncio.new_event_loop(), list[str]()
+
+    async def call() -> None:
+        try:
+            steps.append("begun")
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            steps.append("cancelled")
+            raise
+
+    future = hand_over(call(), loop, lambda: steps.append("ended"), may_not_begin=way == "send")
+    assert future.cancel()
+    for _ in range(5):
+        loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    assert steps == (["ended"] if way == "send" else ["begun", "cancelled", "ended"])
+
+
+def test_what_a_transfer_took_before_it_heard_of_its_cancellation_is_not_lost() -> None:
+    loop, call = asyncio.new_event_loop(), asyncio.sleep(0, "a message")
+    future = hand_over(call, loop, bool, may_not_begin=True)
+    loop.run_until_complete(asyncio.sleep(0))  # it becomes a task, and makes its first step
+    assert future.cancel()
+    assert not future.done()
+    loop.run_until_complete(asyncio.sleep(0))
+    assert future.done()
+    assert future.cancelled() or future.result() == "a message"
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    assert not future.cancel()

@@ -22,6 +22,9 @@ from ruda_async import (
     TensorContractError,
     notices,
 )
+from ruda_async.call import Operation
+from ruda_async.collectives.request import fingerprint
+from ruda_async.transport.conformance.scenario import awaited
 
 
 async def still_works(comm: AsyncCommunicator) -> None:
@@ -164,6 +167,63 @@ async def test_cancelled_task(url: str) -> None:
         await still_works(comm)
 
     await run_ranks(3, body, url=url)
+
+
+class Scripted:
+    """A collective call of one's own steps."""
+
+    operation = "scripted"
+
+    def __init__(self, steps: Callable[[Operation], Awaitable[None]]) -> None:
+        self.run = steps
+
+    def prepare(self, *_: object) -> bytes:
+        return fingerprint("scripted", "uint8", (1,))
+
+
+@pytest.mark.parametrize("nbytes", [10, 1 << 20])
+@pytest.mark.parametrize("first", [False, True])
+async def test_a_message_in_the_place_of_one_that_was_taken_back_is_no_mismatch(
+    url: str, nbytes: int, first: bool
+) -> None:
+    """Its sender has given up, and will say so."""
+
+    async def body(comm: AsyncCommunicator) -> None:
+        other = comm.channel("other")
+
+        async def steps(call: Operation) -> None:
+            large, small = memoryview(bytearray(1 << 20)), memoryview(bytearray(nbytes))
+            if comm.rank == 1:
+                if not first:
+                    await call.send(0, small)
+                sending = asyncio.ensure_future(awaited(call.send(0, large)))
+                after = asyncio.ensure_future(awaited(call.send(0, small)))
+                await asyncio.sleep(0)
+                sending.cancel()
+                await other.barrier()
+                for _ in range(50):  # so that the other rank meets what is left
+                    await asyncio.sleep(0)
+                after.cancel()
+                raise asyncio.CancelledError
+            if not first:
+                await call.recv_into(1, small)
+            await other.barrier()
+            await call.recv_into(1, large)
+            await call.recv_into(1, small)
+
+        settings = comm._settings  # type: ignore[attr-defined]
+        call = comm._channel.run(Scripted(steps), 10, settings)  # type: ignore[attr-defined]
+        if comm.rank == 1:
+            with pytest.raises(asyncio.CancelledError):
+                await call
+        else:
+            error = await outcome(call)
+            assert isinstance(error, CollectiveCancelledError), error
+            assert error.rank == 1
+        await still_works(other)
+        await still_works(comm)
+
+    await run_ranks(2, body, url=url)
 
 
 async def test_own_timeout_wins(url: str) -> None:

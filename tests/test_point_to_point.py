@@ -105,6 +105,30 @@ async def test_expired_receive_loses_nothing(url: str, count: int) -> None:
     await run_ranks(2, body, url=url)
 
 
+@pytest.mark.parametrize("any_source", [False, True])
+async def test_a_send_that_is_cancelled_in_any_moment_gives_way_to_the_next(
+    url: str, any_source: bool
+) -> None:
+    async def body(comm: AsyncCommunicator) -> None:
+        for turns in range(24):
+            if comm.rank == 0:
+                sending = asyncio.ensure_future(comm.send(np.full(600_000, 1.0), 1))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                sending.cancel()
+                await asyncio.wait((sending,))
+                await comm.send(np.full(7, 2.0), 1)
+            else:
+                got = np.zeros(0)
+                while got.shape != (7,):
+                    got, source = await comm.recv_any() if any_source else (await comm.recv(0), 0)
+                    assert source == 0
+                    assert (got == (2.0 if got.shape == (7,) else 1.0)).all()
+            await comm.barrier()
+
+    await run_ranks(2, body, url=url)
+
+
 async def test_receives_of_one_tag_are_served_in_order(url: str) -> None:
     async def body(comm: AsyncCommunicator) -> None:
         if comm.rank == 0:

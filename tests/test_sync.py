@@ -13,6 +13,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ import pytest
 from support import fresh_url
 
 import ruda_async
-from ruda_async import CollectiveTimeoutError, CommunicatorClosedError, TensorContractError, sync
+from ruda_async import CollectiveTimeoutError, CommunicatorClosedError, RudaError, TensorContractError, sync
 from ruda_async.operations import AsyncOperations
 from ruda_async.sync_operations import Operations
 
@@ -129,6 +130,30 @@ def test_started_calls_come_before_later_blocking_ones(url: str) -> None:
             assert gathered.tolist() == [0, 1]
 
     in_threads(2, body, url)
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_a_started_receive_cancelled_at_any_moment_loses_no_message(url: str, turns: int) -> None:
+    def body(comm: sync.Communicator) -> list[float]:
+        if comm.rank == 0:
+            for i in range(20):
+                comm.send(np.full(3, float(i)), 1)
+            comm.barrier()
+            return []
+        got = list[float]()
+        for _ in range(20):
+            work = comm.start.recv(0)
+            for _ in range(turns * turns * 20):
+                pass
+            work.cancel()
+            with suppress(RudaError):
+                got.append(float(work.wait(5)[0]))
+        while len(got) < 20:
+            got.append(float(comm.recv(0, timeout=5)[0]))
+        comm.barrier()
+        return got
+
+    assert in_threads(2, body, url)[1] == [float(i) for i in range(20)]
 
 
 def test_threads_share_a_communicator(url: str) -> None:

@@ -24,6 +24,7 @@ __all__ = [
     "Envelope",
     "Plugin",
     "Ready",
+    "TakenBack",
     "Transport",
     "UnexpectedMessage",
 ]
@@ -85,6 +86,18 @@ class UnexpectedMessage(Exception):
         self.expected_nbytes = expected_nbytes
 
 
+class TakenBack(Exception):
+    """The sender of the message that a receive had met was cancelled, or has failed the tag.
+
+    The message never happened; the next receive gets the next one.
+    """
+
+    def __init__(self, peer: int, tag: int) -> None:
+        super().__init__(f"rank {peer} took its message (tag {tag:#x}) back")
+        self.peer = peer
+        self.tag = tag
+
+
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What a transport can do and roughly what it costs; algorithms are chosen by these, never by name.
@@ -143,9 +156,9 @@ class Transport(Protocol):
     """One rank's end of a job's links. Bound to the event loop on which it was made.
 
     Errors that the awaitables raise: `UnexpectedMessage` where head or length differ from what a receive
-    asked for; `PeerLostError` once nothing more can come from (or go to) that peer: messages that had
-    already arrived are readable first; `CommunicatorClosedError` after `close`; and whatever error
-    `fail` was given.
+    asked for; `TakenBack` where the message that a receive had met is not coming; `PeerLostError` once
+    nothing more can come from (or go to) that peer: messages that had already arrived are readable first;
+    `CommunicatorClosedError` after `close`; and whatever error `fail` was given.
 
     Cancelling an awaitable withdraws it exactly: a message that a cancelled receive would have taken
     stays for the next receive of its tag, and the cancelled receive's buffers are not written any more;

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
-from .base import DONE, Buffer, Envelope, Ready, UnexpectedMessage
+from .base import DONE, Buffer, Envelope, Ready, TakenBack, UnexpectedMessage
 
 __all__ = [
     "Arrived",
@@ -106,6 +106,10 @@ class Receive:
             self.future,
             UnexpectedMessage(peer, self.tag, Envelope(head, nbytes), self.head, self.nbytes),
         )
+
+    def give_up(self, peer: int) -> None:
+        """Fail because the message that it had met is not coming."""
+        fail_future(self.future, TakenBack(peer, self.tag))
 
 
 class Message(Protocol):
@@ -257,18 +261,6 @@ class Inbox:
     def waiting(self, tag: int, beyond: int) -> int:
         """How many receives of `tag` wait for messages of more than `beyond` bytes."""
         return sum(r.nbytes > beyond and not r.future.done() for r in self._posted.get(tag, ()))
-
-    def repost(self, receive: Receive) -> None:
-        """Let a receive wait again, first in its queue: the message it was matched with is not coming."""
-        message = self._take(receive.tag)
-        if message is None:
-            receive.matched = False
-            self._posted.setdefault(receive.tag, deque()).appendleft(receive)
-        elif receive.accepts(message.head, message.nbytes):
-            message.deliver(receive)
-        else:
-            receive.refuse(self._peer, message.head, message.nbytes)
-            message.drop()
 
     def keep(self, tag: int, message: Message) -> None:
         """Hold a message for which nobody waits, and wake a probe."""

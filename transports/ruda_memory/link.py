@@ -11,7 +11,6 @@ from ruda_async.transport import (
     Arrived,
     Buffer,
     Capabilities,
-    CollectiveCancelledError,
     CommunicatorClosedError,
     Envelope,
     Inbox,
@@ -115,10 +114,7 @@ class _Transfer:
                 message.drop()
             return
         if not message.live:
-            fail_future(
-                receive.future,
-                CollectiveCancelledError(f"rank {self._peer} took its message back", rank=self._peer),
-            )
+            receive.give_up(self._peer)
             return
         for destination, source in self._slices:
             copy(destination, source)
@@ -248,7 +244,7 @@ class MemoryTransport:
     def _accept_lent(self, peer: int, tag: int, message: _Lent) -> None:
         """A large message from `peer`; runs on this rank's loop."""
         inbox = self.inboxes[peer]
-        if inbox.closed is not None:
+        if inbox.closed is not None or not message.live:
             return
         counters = self._counters[peer]
         counters.messages_received += 1

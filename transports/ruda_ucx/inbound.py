@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ruda_async.transport import Buffer, CollectiveCancelledError, Receive, fail_future, wire
+from ruda_async.transport import Buffer, Receive, fail_future, wire
 
 from .memory import on_device, piece, spread
 from .outgoing import PULL
@@ -179,12 +179,7 @@ class Inbound:
             return
         self._home.detach(receive)
         if receive.live:  # so it was its sender who gave it up
-            if self._asked:
-                peer = self._home.peer
-                error = CollectiveCancelledError(f"rank {peer} gave up the message", rank=peer)
-                fail_future(receive.future, error)
-            else:
-                self._home.inbox.repost(receive)
+            receive.give_up(self._home.peer)
         elif self.live:
             if receive.future.cancelled() and not self._home.is_stale(self.tag):
                 self._home.inbox.put_back(self.tag, self)
@@ -196,8 +191,6 @@ class Inbound:
         self.live = False
         for number in [n for n in self._operations if n >= answered]:
             self._home.engine.cancel(self._operations.pop(number))
-        if not answered:
-            self._asked = 0
         if not self._operations:
             self._rest()
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Any
 
-from ..base import Transport, UnexpectedMessage
+from ..base import TakenBack, Transport, UnexpectedMessage
 from .scenario import awaited, meet, pattern, room, scenario
 
 __all__: list[str] = []
@@ -287,6 +287,33 @@ async def cancelled_sends(t: Transport) -> None:
         buffer = room(nbytes)
         await t.recv_into(0, 70, (buffer,))
         assert buffer == pattern(2, nbytes)
+    await meet(t)
+
+
+@scenario(2)
+async def sends_cancelled_in_the_middle(t: Transport) -> None:
+    """A receive gets all of one message, or learns that it was taken back, and the next gets the next."""
+    nbytes, moments = 4 << 20, range(0, 24, 3)
+    if t.rank == 0:
+        for turns in moments:
+            sending = asyncio.ensure_future(awaited(t.send(1, 71, (pattern(turns, nbytes),))))
+            for _ in range(1 + turns):
+                await asyncio.sleep(0)
+            sending.cancel()
+            await asyncio.wait((sending,))
+        await t.send(1, 71, (pattern(99, nbytes),))
+    else:
+        last = -1
+        while last != 99:
+            buffer = room(nbytes)
+            try:
+                await t.recv_into(0, 71, (buffer,))
+            except TakenBack as error:
+                assert (error.peer, error.tag) == (0, 71)
+                continue
+            came = next(i for i in (*moments, 99) if i > last and pattern(i, 64) == buffer[:64])
+            assert buffer == pattern(came, nbytes)
+            last = came
     await meet(t)
 
 

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ...errors import CollectiveCancelledError
 from ..base import Buffer
 from ..matching import Receive, fail_future, scatter
 
@@ -155,17 +154,13 @@ class Inbound:
         if cost:
             self._home.owe(cost)
 
-    def give_up(self, peer: int) -> Receive | None:
-        """Its sender will not finish it; the receive that can wait for another message, if one can."""
+    def give_up(self, peer: int) -> None:
+        """Its sender will not finish it."""
         receive, self._receive = self._receive, None
         self.live = False
         self._store = None
-        if receive is None or receive.future.done():
-            return None
-        if not self.received:
-            return receive
-        fail_future(receive.future, CollectiveCancelledError(f"rank {peer} gave up the message", rank=peer))
-        return None
+        if receive is not None:
+            receive.give_up(peer)
 
     def fail(self, error: BaseException) -> None:
         """The connection is gone."""

@@ -147,11 +147,7 @@ class Receiver:
         tag = inbound.tag
         if unstarted and inbound.token and not self.is_stale(tag):
             self._announcements.give_back(inbound.token, tag, self._inbound.values())
-        receive = inbound.give_up(self._peer)
-        if receive is not None:
-            self.inbox.repost(receive)
-            if receive.nbytes > self._announce_beyond and not receive.matched:
-                self._announcements.announce(tag)
+        inbound.give_up(self._peer)
 
     def decline(self, inbound: Inbound) -> None:
         """Nobody will receive an offered message: let its sender go on."""
