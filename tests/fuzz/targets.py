@@ -18,7 +18,7 @@ from ruda_tcp.mesh import _Peer
 
 from ruda_async import notices
 from ruda_async.errors import AuthenticationError, ConfigError, PeerLostError, ProtocolError, RudaError
-from ruda_async.node import _NOTICES
+from ruda_async.notices import OF_NODES
 from ruda_async.rendezvous.records import Join, refused_error
 from ruda_async.transport import Terms, wire
 from ruda_async.transport.base import UnexpectedMessage, never_stale
@@ -156,7 +156,7 @@ def peer(data: bytes) -> None:
 def notice(data: bytes) -> None:
     """What ranks tell each other of failures."""
     with contextlib.suppress(ProtocolError):
-        notices.decode(data, _NOTICES)
+        notices.decode(data, OF_NODES)
 
 
 def url(data: bytes) -> None:
