@@ -134,9 +134,10 @@ def _see_that_it_can(home: Config) -> None:
         ConfigError
     """
     if home.plugin.rank_per == "engine":
+        other = default_plugin(network=True).example
         raise ConfigError(
-            f"{home.scheme}:// takes in no new ranks, since another engine places and numbers them; for grow() and "
-            f"connect(join=True) take another transport, such as {default_plugin(network=True).example}"
+            f"{home.scheme}:// takes in no new ranks, since another engine places and numbers them; for "
+            f"grow() and connect(join=True) take another transport, such as {other}"
         )
 
 

@@ -46,7 +46,7 @@ class Pulse:
         if not heartbeat or pause <= heartbeat:
             return NO_GOODBYE
         return (
-            f"{NO_GOODBYE}, after this rank stood still for {pause:.3g} s: the others drop a rank that is silent "
-            f"for {1.5 * heartbeat:g} s (heartbeat={heartbeat:g}), so they have likely gone on without this one, "
-            "and take it in again by grow() and connect(join=True) alone"
+            f"{NO_GOODBYE}, after this rank stood still for {pause:.3g} s: the others drop a rank that is "
+            f"silent for {1.5 * heartbeat:g} s (heartbeat={heartbeat:g}), so they have likely gone on "
+            "without this one, and take it in again by grow() and connect(join=True) alone"
         )
