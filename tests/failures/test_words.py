@@ -72,7 +72,8 @@ async def main():
         if comm.rank == 3:
             os._exit(1)
         if comm.rank == 1:
-            for call in (group.barrier(), group.recv(0), group.all_reduce(np.ones(3)), group.send(np.ones(3), 0)):
+            x = np.ones(3)
+            for call in (group.barrier(), group.recv(0), group.all_reduce(x), group.send(x, 0)):
                 try:
                     await call
                 except ruda_async.PeerLostError as error:
