@@ -20,6 +20,8 @@ class Pulse:
     def __init__(self, loop: asyncio.AbstractEventLoop, heartbeat: float) -> None:
         self._loop = loop
         self._heartbeat = heartbeat
+        #: Who was heard at its last beat is not given up sooner.
+        self._patience = 1.5 * heartbeat
         self.start()
         #: The last time that this rank stood still for long: how many seconds, and when it went on.
         self._pause = self._resumed = 0.0
@@ -32,7 +34,7 @@ class Pulse:
         """This rank shows life; whether it does so late."""
         now = self._loop.time()
         pause, self._last = now - self._last, now
-        if pause > self._heartbeat:
+        if pause > self._patience:
             self._pause, self._resumed = pause, now
         return pause > 0.75 * self._heartbeat
 
@@ -41,12 +43,12 @@ class Pulse:
         heartbeat = self._heartbeat
         now = self._loop.time()
         pause = now - self._last  # what was read first after a pause comes before the beat that is due
-        if pause <= heartbeat and now - self._resumed < 2 * heartbeat:
+        if pause <= self._patience and now - self._resumed < 2 * heartbeat:
             pause = self._pause
-        if not heartbeat or pause <= heartbeat:
+        if not heartbeat or pause <= self._patience:
             return NO_GOODBYE
         return (
             f"{NO_GOODBYE}, after this rank stood still for {pause:.3g} s: the others drop a rank that is "
-            f"silent for {1.5 * heartbeat:g} s (heartbeat={heartbeat:g}), so they have likely gone on "
+            f"silent for {self._patience:g} s (heartbeat={heartbeat:g}), so they have likely gone on "
             "without this one, and take it in again by grow() and connect(join=True) alone"
         )
