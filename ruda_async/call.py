@@ -14,6 +14,7 @@ from .fresh import allocate
 from .tags import LANES, tag_of
 from .transport import blocking
 from .transport.base import Buffer, Capabilities, Envelope, Ready, TakenBack, UnexpectedMessage
+from .transport.regions import RegionDestroyed
 
 if TYPE_CHECKING:
     from .channel import Channel
@@ -176,6 +177,8 @@ class Operation:
         assert self.heap is not None
         try:
             return self.heap.regions.open(self._members[peer], number)
+        except RegionDestroyed:
+            raise  # with the call, which the peer has given up: `is_given_up`
         except LookupError:
             raise ProtocolError(
                 f"{self}: rank {peer} offers memory that it does not have", rank=peer
@@ -224,12 +227,13 @@ class Operation:
         """Whether `error` comes of a peer that gave up in this call, and whose reason is still to be heard.
 
         It takes back the messages that have not left; then others miss one, or meet a later one in its place.
+        Its shared memory is gone for whoever comes late.
         """
         if self.error is not None:
             return False
         if isinstance(error, UnexpectedMessage):
             return _place(error.head) != _place(error.expected_head)
-        return isinstance(error, TakenBack)
+        return isinstance(error, TakenBack | RegionDestroyed)
 
     async def reason(self) -> None:
         """Wait for what ends this call: a peer's word, or its deadline."""

@@ -18,10 +18,11 @@ from .admission import Invitation
 from .collectives.movement import agreed
 from .collectives.objects import AllGatherObject
 from .config import Config, resolve
-from .errors import RudaError, TensorContractError
+from .errors import ConfigError, RudaError, TensorContractError
 from .notices import Failure
 from .opening import open_transport
 from .tags import channel_id
+from .transport.registry import default_plugin
 
 if TYPE_CHECKING:
     from .collectives.operation import Settings
@@ -57,6 +58,7 @@ class Grow(AllGatherObject):
 
 async def grow(comm: AsyncCommunicator, n: int, url: str | None, seconds: float) -> AsyncCommunicator:
     """See `AsyncCommunicator.grow`."""
+    _see_that_it_can(comm.node.home)
     sequence = comm._channel.next
     await comm._call(Grow(n), seconds)
     # Numbered like the call, so that every member opens the same, and no other growth meets it.
@@ -125,6 +127,20 @@ async def _lead(
             listener.close()
 
 
+def _see_that_it_can(home: Config) -> None:
+    """Refuse where another engine places the ranks: alike on all of them, so nobody waits.
+
+    Raises:
+        ConfigError
+    """
+    if home.plugin.rank_per == "engine":
+        other = default_plugin(network=True).example
+        raise ConfigError(
+            f"{home.scheme}:// takes in no new ranks, since another engine places and numbers them; for "
+            f"grow() and connect(join=True) take another transport, such as {other}"
+        )
+
+
 def _elsewhere(home: Config, url: str) -> Config:
     """`home` with the place that `url` names."""
     place = resolve(url, rank=0, world_size=2, secret=home.secret)
@@ -164,6 +180,7 @@ async def _meet_all(comm: AsyncCommunicator, grown: Config, side: AsyncCommunica
 
 async def join(kind: type[AsyncCommunicator], config: Config) -> AsyncCommunicator:
     """Come to a running job; the errors are those of `admission.knock` and `open_transport`."""
+    _see_that_it_can(config)
     grown = await admission.knock(config)
     return await _meet(kind, grown, config, config.settings, config.timeout)
 

@@ -68,11 +68,15 @@ class Failure(NamedTuple):
                 f"{context}: {self.text}", rank=other, field=self.field, ours=ours, theirs=theirs
             )
         if self.code == "timeout":
-            return CollectiveTimeoutError(f"{context}: rank {rank} gave up: {self.text}", rank=rank)
+            return CollectiveTimeoutError(
+                f"{context}: rank {rank} gave up: {self.text}; see that every rank makes this call in time, "
+                "or raise timeout=",
+                rank=rank,
+            )
         if self.code == "lost":
             return lost_in_call(context, self.text, rank)
         if self.code == "left":
-            return PeerLostError(f"{context}: {self.text}", rank=rank, orderly=True)
+            return left_in_call(context, self.text, rank)
         if self.code == "cancelled":
             return CollectiveCancelledError(f"{context}: rank {rank} cancelled it: {self.text}", rank=rank)
         return CollectiveCancelledError(f"{context}: rank {rank} failed in it: {self.text}", rank=rank)
@@ -80,7 +84,25 @@ class Failure(NamedTuple):
 
 def lost_in_call(context: object, reason: object, rank: int | None) -> PeerLostError:
     """What a call, collective or not, raises that cannot finish because a rank died."""
-    return PeerLostError(f"{context}: {reason}; shrink() goes on without it", rank=rank)
+    return PeerLostError(f"{context}: {_numbered(reason, rank)}; shrink() goes on without it", rank=rank)
+
+
+def left_in_call(context: object, reason: object, rank: int | None) -> PeerLostError:
+    """What a call, collective or not, raises that cannot finish because a rank closed its communicator."""
+    return PeerLostError(
+        f"{context}: {_numbered(reason, rank)}; see why it made fewer calls, or go on without it by shrink()",
+        rank=rank,
+        orderly=True,
+    )
+
+
+def _numbered(reason: object, rank: int | None) -> str:
+    """`reason`, which names a rank by its number in the job, as a group sees it in which it is `rank`."""
+    first, _, rest = str(reason).partition(" ")
+    number, _, rest = rest.partition(" ")
+    if rank is None or first != "rank" or not number.isdigit() or int(number) == rank:
+        return str(reason)
+    return f"rank {rank} ({number} of the job) {rest}"
 
 
 def mismatch(me: int, peer: int, error: UnexpectedMessage) -> Failure:

@@ -23,7 +23,7 @@ from .errors import (
     TensorContractError,
 )
 from .fresh import allocate
-from .notices import lost_in_call
+from .notices import left_in_call, lost_in_call
 from .observe.recorder import Transfer
 from .tags import channel_id, tag_of
 from .tensors import TensorSpec, adapter_for_call, dtype_of
@@ -333,14 +333,16 @@ class PointToPoint:
             rank = self._group_rank(error.rank)
             if rank is None and len(peers) == 1:
                 rank = peers[0]
-            if error.orderly:
-                final = PeerLostError(f"{where}: {error}", rank=rank, orderly=True)
-            else:
-                final = lost_in_call(where, error, rank)
+            final = left_in_call(where, error, rank) if error.orderly else lost_in_call(where, error, rank)
         elif isinstance(error, TimeoutError) and not isinstance(error, RudaError):
             text = f"{where}: not finished within timeout={timeout:g} s"
             node.flight.trigger(text)
-            final = CollectiveTimeoutError(text, rank=channel.rank, missing=peers)
+            other = "receives what is sent to it" if transfer.name == "send" else "sends"
+            final = CollectiveTimeoutError(
+                f"{text}; see that {_peer(transfer.sequence[0])} {other} with this tag, or raise timeout=",
+                rank=channel.rank,
+                missing=peers,
+            )
         node.recorder.transfers.discard(transfer)
         node.recorder.failed(transfer, final)
         if node.spans is not None:
@@ -357,4 +359,8 @@ class PointToPoint:
 def _call(name: str, peer: int, tag: int) -> str:
     """A call in words: ``send to rank 1 (tag 0)``."""
     way = "to" if name == "send" else "from"
-    return f"{name} {way} {'any rank' if name == 'recv' and peer == -1 else f'rank {peer}'} (tag {tag})"
+    return f"{name} {way} {_peer(peer)} (tag {tag})"
+
+
+def _peer(peer: int) -> str:
+    return "any rank" if peer == -1 else f"rank {peer}"

@@ -221,6 +221,34 @@ async def a_rank_dies() -> None:
 
 
 @body
+async def a_rank_ends_without_closing() -> None:
+    """Rank 2's program is over, its communicator never closed; the others hear of it without a heartbeat."""
+    comm = await connect(heartbeat=0)
+    same(await comm.all_reduce(np.ones(1000)), np.full(1000, 4.0))
+    if comm.rank == 2:
+        return
+    for call in (comm.all_reduce(np.ones(1000)), comm.recv(2)):
+        error = await outcome(call)
+        assert isinstance(error, PeerLostError), error
+        assert error.rank == 2
+        assert "ended without a goodbye" in str(error)
+    small = await comm.shrink()
+    same(await small.all_reduce(np.arange(9.0)), np.arange(9.0) * 3)
+    await comm.close()
+
+
+@body
+async def no_newcomers() -> None:
+    """MPI numbers the ranks: to grow is refused at once, on every rank and for who would join."""
+    async with connect() as comm:
+        for call in (comm.grow(1), connect(join=True)):
+            error = await outcome(call)
+            assert isinstance(error, ConfigError), error
+            assert "mpi:// takes in no new ranks" in str(error)
+        await comm.barrier()
+
+
+@body
 async def blocking_calls() -> None:
     """The synchronous facade: blocking and started calls, from several threads."""
 

@@ -622,3 +622,18 @@ def test_host_numbers() -> None:
     assert host_numbers("") is None
     assert host_identity() == host_identity()
     assert len(host_identity()) == 32
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+async def test_a_rank_with_another_transport_in_its_url_is_refused_with_words(odd: int) -> None:
+    """They meet at one port, and neither can read what the other has to offer."""
+    auto = fresh_url("auto")
+
+    async def rank_main(rank: int) -> Any:
+        url = auto.replace("auto://", "tcp://") if rank == odd else auto
+        async with ruda_async.connect(url, rank=rank, world_size=3, timeout=20):
+            return None
+
+    said = await asyncio.gather(*(outcome(rank_main(rank)) for rank in range(3)))
+    assert all(isinstance(error, ProtocolError) for error in said)
+    assert all("see that all ranks have the same URL and version" in str(error) for error in said)

@@ -33,6 +33,8 @@ TOGETHER = [
     "who_does_not_come",
     "waiting_is_cheap",
     "blocking_calls",
+    "no_newcomers",
+    "a_rank_ends_without_closing",  # the last: rank 2 makes no more calls
 ]
 QUICK = ["sizes", "flood_of_early_messages", "receive_cancelled_in_the_middle", "goodbye", "aborted_peer"]
 

@@ -93,6 +93,7 @@ async def test_expired_receive_loses_nothing(url: str, count: int) -> None:
                 await asyncio.wait_for(comm.recv(1), 0.05)
             with pytest.raises(CollectiveTimeoutError) as caught:
                 await comm.recv(1, timeout=0.05)
+            assert "see that rank 1 sends with this tag, or raise timeout=" in str(caught.value)
             assert caught.value.missing == (1,)
             await comm.barrier()
             for i in range(3):
@@ -219,6 +220,7 @@ async def test_receive_from_any_waits_its_turn_and_leaves_others_theirs(url: str
         from_any = asyncio.ensure_future(comm.recv_any())
         with pytest.raises(CollectiveTimeoutError) as timeout:
             await comm.recv_any(tag=9, timeout=0.05)
+        assert "see that any rank sends with this tag" in str(timeout.value)
         assert timeout.value.missing == (1, 2)
         await comm.barrier()
         assert (await from_one).tolist() == [10]  # it was called first
@@ -306,7 +308,7 @@ async def test_close_ends_transfers_in_flight_and_says_that_it_did(url: str, der
         if derived:
             await comm.barrier()  # the other channels go on
         elif comm.rank == 1:
-            with pytest.raises(PeerLostError, match="rank 0 has closed its communicator"):
+            with pytest.raises(PeerLostError, match="rank 0 has closed its communicator; see why"):
                 await comm.recv(0, tag=9)
 
     await run_ranks(2, body, url=url, timeout=20)

@@ -51,7 +51,8 @@ from .mesh import MAX_STRANGERS, Endpoint, Mesh
 from .parameters import extract_parameters, merge_parameters, param
 from .programs import find_program
 from .provider import NativeCall, NativeGroup, NativeReducer, Provider
-from .regions import Regions
+from .pulse import NO_GOODBYE, Pulse
+from .regions import RegionDestroyed, Regions
 from .registry import WrapperPlugin, composable_plugins, get_plugin
 from .threads import in_thread
 
@@ -59,6 +60,7 @@ __all__ = [
     "DONE",
     "MAX_HEAD",
     "MAX_STRANGERS",
+    "NO_GOODBYE",
     "Arrived",
     "AuthenticationError",
     "Buffer",
@@ -89,8 +91,10 @@ __all__ = [
     "Plugin",
     "ProtocolError",
     "Provider",
+    "Pulse",
     "Ready",
     "Receive",
+    "RegionDestroyed",
     "Regions",
     "RudaError",
     "Secret",

@@ -10,7 +10,16 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-__all__ = ["Regions"]
+__all__ = ["RegionDestroyed", "Regions"]
+
+
+class RegionDestroyed(Exception):
+    """The region that `peer` has offered is gone: `peer` has given up the call that it was for."""
+
+    def __init__(self, peer: int, number: int) -> None:
+        super().__init__(f"rank {peer} has destroyed its region {number}")
+        self.peer = peer
+        self.number = number
 
 
 class Regions(Protocol):
@@ -42,7 +51,8 @@ class Regions(Protocol):
         """The bytes of `peer`'s region.
 
         Raises:
-            LookupError: it has no region of this number.
+            RegionDestroyed: it had such a region, and has destroyed it.
+            LookupError: it never had a region of this number.
         """
         ...
 

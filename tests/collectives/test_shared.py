@@ -20,6 +20,7 @@ from ruda_async import (
     TensorContractError,
 )
 from ruda_async.collectives import feeds, shared, shared_copy
+from ruda_async.transport import RegionDestroyed
 
 SHARING = [scheme for scheme in SCHEMES if scheme in ("memory", "shm")]
 
@@ -252,3 +253,53 @@ async def test_an_offer_of_memory_that_is_not_there(field: str, monkeypatch: pyt
     outcomes = await run_ranks(2, body, algorithm="shared")
     assert any(isinstance(error, ProtocolError) for error in outcomes)
     assert all("offers memory that it does not have" in str(error) for error in outcomes)
+
+
+@pytest.mark.parametrize("scheme", SHARING)
+async def test_memory_that_is_gone_is_told_from_memory_that_never_was(scheme: str) -> None:
+    async def body(comm: AsyncCommunicator) -> None:
+        regions = comm.node.heap.regions  # type: ignore[union-attr]
+        number, view = regions.create(4096)
+        view[:3] = b"abc"
+        await comm.barrier()
+        peer = 1 - comm.rank
+        assert bytes(regions.open(peer, number)[:3]) == b"abc"
+        await comm.barrier()
+        regions.destroy(number)
+        await comm.barrier()
+        with pytest.raises(RegionDestroyed):
+            regions.open(peer, number)
+        with pytest.raises(LookupError):
+            regions.open(peer, number + 1)
+        await comm.barrier()
+
+    await run_ranks(2, body, url=fresh_url(scheme))
+
+
+async def test_who_comes_late_for_the_memory_of_a_failed_call_hears_why_it_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 1 stood still while rank 0 gave up and let its memory go: no fault of rank 0's."""
+
+    async def body(comm: AsyncCommunicator) -> Any:
+        if comm.rank == 1:
+            regions = comm.node.heap.regions  # type: ignore[union-attr]
+
+            def gone(peer: int, number: int) -> memoryview:
+                raise RegionDestroyed(peer, number)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(regions, "open", gone)
+                found = await outcome(comm.all_reduce_sum(np.ones(100)))
+        else:
+            found = await outcome(comm.all_reduce_sum(np.ones(100), timeout=0.3))
+        same = await comm.all_reduce_sum(np.ones(3))  # the communicator works on
+        assert (same == 2).all()
+        return found
+
+    ours, theirs = await run_ranks(2, body, algorithm="shared")
+    assert isinstance(ours, CollectiveTimeoutError)
+    assert isinstance(theirs, CollectiveTimeoutError)
+    assert theirs.rank == 0
+    assert "rank 0 gave up" in str(theirs)
+    assert "raise timeout=" in str(theirs)

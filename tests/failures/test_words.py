@@ -58,3 +58,44 @@ def test_a_dead_rank_is_reported_alike_whether_it_left_bytes_unread(scheme: str)
         for rank in ranks:
             rank.kill()
             rank.communicate()
+
+
+SPLIT = """
+import asyncio, os, sys
+import numpy as np
+import ruda_async
+
+async def main():
+    async with ruda_async.connect(sys.argv[1], rank=int(sys.argv[2]), world_size=4, timeout=60) as comm:
+        group = await comm.split(comm.rank % 2, -comm.rank)  # 3 1, as ranks 0 and 1
+        await comm.barrier()
+        if comm.rank == 3:
+            os._exit(1)
+        if comm.rank == 1:
+            x = np.ones(3)
+            for call in (group.barrier(), group.recv(0), group.all_reduce(x), group.send(x, 0)):
+                try:
+                    await call
+                except ruda_async.PeerLostError as error:
+                    print(error.rank, str(error).partition(": ")[2], flush=True)
+        os._exit(0)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "memory"])
+def test_a_group_numbers_its_lost_rank_as_its_calls_do(scheme: str) -> None:
+    """Rank 3 of the job is rank 0 of the group; there is no rank 3 of 2."""
+    url = fresh_url(scheme)
+    command = [sys.executable, "-c", SPLIT, url]
+    ranks = [subprocess.Popen([*command, str(rank)], text=True, stdout=subprocess.PIPE) for rank in range(4)]
+    try:
+        said = ranks[1].communicate(timeout=60)[0].splitlines()
+        reason = "0 rank 0 (3 of the job) is lost: its connection ended without a goodbye; shrink() goes on "
+        assert said == [reason + "without it"] * 4
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()

@@ -20,7 +20,7 @@ from ruda_async import notices
 from ruda_async.errors import AuthenticationError, ConfigError, PeerLostError, ProtocolError, RudaError
 from ruda_async.notices import OF_NODES
 from ruda_async.rendezvous.records import Join, refused_error
-from ruda_async.transport import Terms, wire
+from ruda_async.transport import Pulse, Terms, wire
 from ruda_async.transport.base import UnexpectedMessage, never_stale
 from ruda_async.transport.framed.activity import activity_of
 from ruda_async.transport.framed.link import Link
@@ -78,7 +78,8 @@ def link(data: bytes) -> None:
     """
     stream = _Bytes(data[1:])
     terms = Terms(eager_bytes=256, early_bytes=4096)
-    one = Link(1, stream, terms, terms, _loop, activity_of(_loop), never_stale, bool(data[:1] > b"\x7f"))
+    checksum = bool(data[:1] > b"\x7f")
+    one = Link(1, stream, terms, terms, _loop, activity_of(_loop), never_stale, Pulse(_loop, 10), checksum)
     small, large = bytearray(8), bytearray(1000)
     one.receiver.recv_into(3, (memoryview(small),), b"")
     one.receiver.recv_into(4, (memoryview(large[:500]), memoryview(large)[500:]), b"h")

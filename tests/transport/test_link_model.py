@@ -16,6 +16,7 @@ from ruda_async.transport.base import Buffer
 from ruda_async.transport.framed.activity import Activity, Looking
 from ruda_async.transport.framed.link import Link
 from ruda_async.transport.framed.stream import Terms
+from ruda_async.transport.pulse import Pulse
 
 #: Bytes up to which messages need no word of the receiver's; the tags' messages lie on both sides.
 EAGER = 64
@@ -81,7 +82,9 @@ class Side:
         self.into = into
         self.activity = Activity()
         loop = asyncio.get_running_loop()
-        self.link = Link(peer, self.stream, TERMS, TERMS, loop, self.activity, lambda tag: False)
+        self.link = Link(
+            peer, self.stream, TERMS, TERMS, loop, self.activity, lambda tag: False, Pulse(loop, 0)
+        )
         self.sent: dict[int, list[tuple[int, asyncio.Future[None]]]] = {tag: [] for tag in SIZES}
         self.received: dict[int, list[tuple[bytearray, asyncio.Future[None]]]] = {tag: [] for tag in SIZES}
 

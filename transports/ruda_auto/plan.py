@@ -58,7 +58,8 @@ class Offer(NamedTuple):
             return cls(host, {str(scheme): _checked(Bid(*bid)) for scheme, bid in bids.items()})
         except (ValueError, TypeError, msgpack.UnpackException):
             raise ProtocolError(
-                f"rank {rank} made no offer of links; see that all ranks run the same version", rank=rank
+                f"rank {rank} made no offer of links; see that all ranks have the same URL and version",
+                rank=rank,
             ) from None
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ruda_async.transport import DONE, PeerLostError, fail_future
+from ruda_async.transport import DONE, PeerLostError, RegionDestroyed, fail_future
 
 from .calls import call
 
@@ -47,7 +47,13 @@ class ProcessRegions:
 
     def open(self, peer: int, number: int) -> memoryview:
         """See `Regions.open`."""
-        return self._home.peers[peer].regions._own[number]
+        theirs = self._home.peers[peer].regions
+        try:
+            return theirs._own[number]
+        except KeyError:
+            if 0 < number <= theirs._last:
+                raise RegionDestroyed(peer, number) from None
+            raise
 
     def signal(self, peer: int) -> None:
         """See `Regions.signal`."""

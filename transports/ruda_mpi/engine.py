@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import errno
 import importlib.util
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -111,10 +112,19 @@ def _over(test: Test) -> bool:
         return True  # its peer is gone
 
 
+_home = os.getpid()
+
+
 @atexit.register
 def _outlive_python() -> None:
-    """MPI is finalized after the interpreter, and may write to memory that is still lent to it until then."""
-    if _kept or alive:
-        purge()
+    """MPI is finalized after the interpreter, and may write to memory that is still lent to it until then.
+
+    What was never closed is hung up: no connection ends with the process by which the peers would notice.
+    """
+    if (_kept or alive) and os.getpid() == _home:
+        if _trouble() is None:
+            for stream in list(alive):
+                stream.hang_up()
+            purge()
         for lent in (_kept, alive):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(lent))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from time import monotonic
 from typing import Any
 
@@ -203,13 +204,15 @@ class MpiStream:
         self._closed = True
         self._on_readable = self._on_writable = None
         self._pump.remove(self)
-        try:
-            self.end()  # without a goodbye before it, that is how the peer learns that this end is gone
-        except OSError:
-            pass
+        self.hang_up()
         keep_requests(self._sends)
         self._sends.clear()
         self._rest = memoryview(b"")
+
+    def hang_up(self) -> None:
+        """End the stream; without a goodbye before it, that is how the peer learns that this end is gone."""
+        with suppress(OSError):
+            self.end()
 
     def drained(self) -> bool:
         """After `close`: whether all that the peer has sent is here, so that the communicator may go."""

@@ -62,7 +62,7 @@ class ShmPlugin:
 
         parameters: ShmParameters = job.parameters
         streams, terms, regions = await open_pairs(job, parameters)
-        return FramedTransport(
+        transport = FramedTransport(
             job,
             streams,
             parameters,
@@ -77,6 +77,8 @@ class ShmPlugin:
             facts={"scheme": self.scheme},
             regions=regions,
         )
+        regions.no_goodbye = transport.no_goodbye
+        return transport
 
 
 PLUGIN = ShmPlugin()

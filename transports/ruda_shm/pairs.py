@@ -66,7 +66,10 @@ class _Peer(NamedTuple):
             if type(address) is not str or not all(type(n) is int and n >= 0 for n in (pid, eager, early)):
                 raise ValueError
         except (ValueError, TypeError, msgpack.UnpackException):
-            raise ProtocolError(f"rank {rank} sent no usable address", rank=rank) from None
+            raise ProtocolError(
+                f"rank {rank} sent no usable address; see that all ranks have the same URL and version",
+                rank=rank,
+            ) from None
         return cls(address, pid, Terms(eager, early))
 
     def endpoint(self) -> Endpoint:

@@ -15,7 +15,7 @@ import struct
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
-from ruda_async.transport import DONE, PeerLostError, fail_future
+from ruda_async.transport import DONE, NO_GOODBYE, PeerLostError, RegionDestroyed, fail_future
 
 from .mapping import map_shared
 from .spare import Spare
@@ -32,7 +32,7 @@ _MOST = 1 << 46
 class _Peer:
     """What this rank has of one other: its regions, and waits for what it writes."""
 
-    __slots__ = ("maps", "rank", "sock", "spare", "stream", "unsent", "waits")
+    __slots__ = ("last", "maps", "rank", "sock", "spare", "stream", "unsent", "waits")
 
     def __init__(self, rank: int, stream: RingStream, sock: socket.socket, spare: Spare) -> None:
         self.spare = spare
@@ -40,6 +40,8 @@ class _Peer:
         self.stream = stream
         self.sock = sock
         self.maps: dict[int, memoryview] = {}
+        #: The highest number that the peer has given a region.
+        self.last = 0
         self.waits: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         #: Regions that are gone, which the peer could not be told yet.
         self.unsent: list[int] = []
@@ -63,6 +65,7 @@ class _Peer:
                 self.maps.pop(number, None)
             elif len(descriptors) == 1 and os.fstat(descriptors[0]).st_size == nbytes <= _MOST:
                 self.maps[number] = map_shared(descriptors[0], nbytes)
+                self.last = max(self.last, number)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -99,6 +102,8 @@ class SharedRegions:
         self._loop = asyncio.get_running_loop()
         self._last = 0
         self._own: dict[int, memoryview] = {}
+        #: What to say of a peer that went without a goodbye; the transport knows more.
+        self.no_goodbye: Callable[[], str] = lambda: NO_GOODBYE
         self._spare = Spare()
         self._peers = {rank: _Peer(rank, streams[rank], sockets[rank], self._spare) for rank in streams}
         for peer in self._peers.values():
@@ -149,6 +154,8 @@ class SharedRegions:
         other = self._peers[peer]
         if number not in other.maps:
             other.receive()
+            if number not in other.maps and 0 < number <= other.last:
+                raise RegionDestroyed(peer, number)
         return other.maps[number]
 
     def signal(self, peer: int) -> None:
@@ -168,9 +175,8 @@ class SharedRegions:
         return future
 
     def _loss(self, peer: _Peer) -> PeerLostError:
-        return PeerLostError(
-            f"rank {peer.rank} is lost: it died while its shared memory was in use", rank=peer.rank
-        )
+        # In the words of the links: which of them notices a death first is chance.
+        return PeerLostError(f"rank {peer.rank} is lost: {self.no_goodbye()}", rank=peer.rank)
 
     def _lost(self, peer: _Peer) -> None:
         waits, peer.waits = peer.waits, []

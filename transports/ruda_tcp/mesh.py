@@ -52,7 +52,10 @@ class _Peer(NamedTuple):
                 raise ValueError
             ipaddress.ip_address(host)
         except (ValueError, TypeError, msgpack.UnpackException):
-            raise ProtocolError(f"rank {rank} sent no usable address", rank=rank) from None
+            raise ProtocolError(
+                f"rank {rank} sent no usable address; see that all ranks have the same URL and version",
+                rank=rank,
+            ) from None
         return cls(host, port, Terms(eager, early))
 
     def endpoint(self, job: Job) -> Endpoint:

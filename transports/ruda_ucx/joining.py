@@ -100,7 +100,10 @@ class _Peer(NamedTuple):
                 raise ValueError
             ipaddress.ip_address(host)
         except (ValueError, TypeError, msgpack.UnpackException):
-            raise ProtocolError(f"rank {rank} sent no usable address", rank=rank) from None
+            raise ProtocolError(
+                f"rank {rank} sent no usable address; see that all ranks have the same URL and version",
+                rank=rank,
+            ) from None
         return cls(host, port, Terms(eager, early), worker, ucx_port, machine, spaces)
 
     def endpoint(self, job: Job) -> Endpoint:
@@ -196,6 +199,7 @@ async def join(job: Job) -> Transport:
                     peer.terms,
                     accelerator,
                     transport.stale,
+                    transport.pulse,
                 )
         except BaseException:
             for rank, sock in mesh.sockets.items():
@@ -268,7 +272,9 @@ async def _tell_again(
             f"rank {job.rank}: rank {rank} died while it joined: {error}", rank=rank
         ) from None
     except (ValueError, TypeError, msgpack.UnpackException):
-        raise ProtocolError(f"rank {rank} sent no usable address", rank=rank) from None
+        raise ProtocolError(
+            f"rank {rank} sent no usable address; see that all ranks have the same URL and version", rank=rank
+        ) from None
     return found
 
 

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ruda_async.transport import PeerLostError, ProtocolError, Terms, wire
+from ruda_async.transport import PeerLostError, ProtocolError, Pulse, Terms, wire
 
 from .incoming import Incoming
 from .memory import Accelerator
@@ -44,8 +44,10 @@ class Link:
         terms: Terms,
         accelerator: Accelerator,
         is_stale: Callable[[int], bool],
+        pulse: Pulse,
     ) -> None:
         self.peer = peer
+        self._pulse = pulse
         self._engine = engine
         self._lifeline = lifeline
         self._loop = asyncio.get_running_loop()
@@ -161,7 +163,7 @@ class Link:
         if not self._engine.turn():
             self._loop.call_soon(self._gone)
         elif not self.over.done():
-            lost = f"rank {self.peer} is lost: its connection ended without a goodbye"
+            lost = f"rank {self.peer} is lost: {self._pulse.no_goodbye()}"
             self.end(self._left() if self._leaving else PeerLostError(lost, rank=self.peer))
 
     def _failed(self, status: int) -> None:

@@ -14,6 +14,7 @@ from ruda_async.transport import (
     Job,
     Looking,
     PeerLostError,
+    Pulse,
     in_thread,
     never_stale,
     no_peer,
@@ -56,7 +57,7 @@ class UcxTransport:
         self._closing: asyncio.Task[None] | None = None
         self._released = False
         self._links: dict[int, Link] = {}
-        self._beat_at = 0.0
+        self.pulse = Pulse(self.loop, parameters.heartbeat)
         self._beat: asyncio.TimerHandle | None = None
 
     def drive_instead(self, engine: Engine) -> None:
@@ -69,6 +70,7 @@ class UcxTransport:
         """The links are made; called once, before the first message."""
         self._links = dict(links)
         if self._heartbeat and self._links:
+            self.pulse.start()
             self._schedule_beat()
 
     def on_control(self, rank: int, data: bytearray) -> None:
@@ -110,9 +112,7 @@ class UcxTransport:
     # ------------------------------------------------------------------ heartbeat
 
     def _schedule_beat(self) -> None:
-        half = self._heartbeat / 2
-        self._beat_at = self.loop.time() + half
-        self._beat = self.loop.call_later(half, self._on_beat)
+        self._beat = self.loop.call_later(self._heartbeat / 2, self._on_beat)
 
     def _on_beat(self) -> None:
         """Every half heartbeat: show life, and look who shows none."""
@@ -120,7 +120,7 @@ class UcxTransport:
         assert engine is not None  # a rank without peers has no heartbeat
         # If this loop was held up, or what comes in is too much for it, what peers sent meanwhile is still
         # unread (UCX has one queue for all of them): do not judge them by it.
-        late = self.loop.time() - self._beat_at > heartbeat / 4 or not engine.caught_up
+        late = self.pulse.beat() or not engine.caught_up
         engine.caught_up = False
         for peer, link in self._links.items():
             if link.over.done():

@@ -15,15 +15,13 @@ import asyncio
 from collections.abc import Callable
 
 from ...errors import PeerLostError, ProtocolError
+from ..pulse import Pulse
 from .activity import Activity
 from .receiver import Receiver
 from .sender import Sender
 from .stream import ByteStream, Terms
 
 __all__ = ["Link"]
-
-#: How a peer's death looks, however the medium reports it: every rank is to say the same.
-_NO_GOODBYE = "its connection ended without a goodbye"
 
 
 class Link:
@@ -43,9 +41,11 @@ class Link:
         loop: asyncio.AbstractEventLoop,
         activity: Activity,
         is_stale: Callable[[int], bool],
+        pulse: Pulse,
         checksum: bool = False,
     ) -> None:
         self.peer = peer
+        self._pulse = pulse
         self.stream = stream
         self.sender = Sender(stream, theirs, loop, activity, self._broken, checksum)
         self.receiver = Receiver(
@@ -84,13 +84,14 @@ class Link:
         elif self._bye:
             self.end(self._left())
         else:
-            self.end(PeerLostError(f"rank {peer} is lost: {_NO_GOODBYE}", rank=peer))
+            self.end(PeerLostError(f"rank {peer} is lost: {self._pulse.no_goodbye()}", rank=peer))
 
     def _broken(self, error: OSError) -> BaseException:
         """The stream failed; why, for who asked."""
         peer = self.peer
         # A peer that dies with bytes unread resets the connection: the same death, so in the same words.
-        reason = _NO_GOODBYE if isinstance(error, ConnectionError) else error.strerror or str(error)
+        died = isinstance(error, ConnectionError)
+        reason = self._pulse.no_goodbye() if died else error.strerror or str(error)
         lost = PeerLostError(f"rank {peer} is lost: {reason}", rank=peer)
         why = self._left() if self._bye else lost
         self.end(why)

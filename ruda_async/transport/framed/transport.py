@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from ...errors import CommunicatorClosedError, PeerLostError
 from ..base import Buffer, Capabilities, Envelope, never_stale, no_peer
 from ..job import Job
+from ..pulse import Pulse
 from ..regions import Regions
 from .activity import activity_of
 from .link import Link
@@ -53,6 +54,9 @@ class FramedTransport:
         self._job_name = job.name
         self._closed: CommunicatorClosedError | None = None
         self._closing: asyncio.Task[None] | None = None
+        self._pulse = Pulse(self.loop, parameters.heartbeat)
+        #: What to say of a peer that went without a goodbye; for a medium that notices it as well.
+        self.no_goodbye = self._pulse.no_goodbye
         activity = activity_of(self.loop)
         wrap = job.wrap_stream
         self._links = {
@@ -64,6 +68,7 @@ class FramedTransport:
                 self.loop,
                 activity,
                 self._stale,
+                self._pulse,
                 parameters.checksum,
             )
             for peer, stream in streams.items()
@@ -71,7 +76,6 @@ class FramedTransport:
         # The hot calls, by peer, without an object between.
         self._send = {peer: link.sender.send for peer, link in self._links.items()}
         self._recv_into = {peer: link.receiver.recv_into for peer, link in self._links.items()}
-        self._beat_at = 0.0
         self._beat: asyncio.TimerHandle | None = None
         if self._heartbeat and self._links:
             self._schedule_beat()
@@ -113,15 +117,13 @@ class FramedTransport:
     # ------------------------------------------------------------------ heartbeat
 
     def _schedule_beat(self) -> None:
-        half = self._heartbeat / 2
-        self._beat_at = self.loop.time() + half
-        self._beat = self.loop.call_later(half, self._on_beat)
+        self._beat = self.loop.call_later(self._heartbeat / 2, self._on_beat)
 
     def _on_beat(self) -> None:
         """Every half heartbeat: show life, and look who shows none."""
         heartbeat = self._heartbeat
         # If this loop was held up, what peers sent meanwhile is still unread: do not judge them by it.
-        late = self.loop.time() - self._beat_at > heartbeat / 4
+        late = self._pulse.beat()
         for peer, link in self._links.items():
             if link.over.done():
                 continue
