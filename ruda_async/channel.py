@@ -24,6 +24,7 @@ from .errors import (
     TensorContractError,
 )
 from .observe.logs import log, operation_fields
+from .point_to_point import PointToPoint
 from .tags import SEQUENCES, is_past
 from .transport.base import Capabilities, Envelope, UnexpectedMessage
 
@@ -62,6 +63,8 @@ class Channel:
         self.size = len(members)
         self.capabilities: Capabilities = narrowed(node.capabilities, members)
         self.next = sequence
+        #: Shared by all communicators of this channel, as their receives take turns.
+        self.point_to_point = PointToPoint(self)
         self.natives = Natives(node.providers, id, self.rank, members, sequence)
         self.active: dict[int, Operation] = {}
         #: Failures that peers announced for calls this rank has not reached: sequence → error.
