@@ -42,6 +42,7 @@ class Operation:
         error: why the call has to end, once something decided that.
         present: the group ranks that are known to have entered this call.
         started, deadline: `time.monotonic` seconds.
+        silent: the job's rank that gave up here and whose reason is waited for, if there is one.
         sent, received: bytes of payload in the messages that this rank has posted.
     """
 
@@ -68,6 +69,7 @@ class Operation:
         "sent",
         "sequence",
         "settings",
+        "silent",
         "size",
         "started",
     )
@@ -88,6 +90,7 @@ class Operation:
         self.started = monotonic()
         self.deadline = self.started + timeout
         self.reported = False
+        self.silent: int | None = None
         self.sent = 0
         self.received = 0
         self.present: set[int] = {channel.rank}
@@ -235,8 +238,9 @@ class Operation:
             return _place(error.head) != _place(error.expected_head)
         return isinstance(error, TakenBack | RegionDestroyed)
 
-    async def reason(self) -> None:
-        """Wait for what ends this call: a peer's word, or its deadline."""
+    async def reason(self, member: int) -> None:
+        """Wait for a peer's word, the deadline, or that the job's rank `member` leaves: it ends this call."""
+        self.silent = member
         with suppress(RudaError):
             await self._watched(asyncio.get_running_loop().create_future())
 

@@ -24,8 +24,9 @@ from .errors import (
     TensorContractError,
 )
 from .observe.logs import log, operation_fields
+from .point_to_point import PointToPoint
 from .tags import SEQUENCES, is_past
-from .transport.base import Capabilities, Envelope, UnexpectedMessage
+from .transport.base import Capabilities, Envelope, TakenBack, UnexpectedMessage
 
 if TYPE_CHECKING:
     from .collectives.operation import Settings
@@ -62,6 +63,8 @@ class Channel:
         self.size = len(members)
         self.capabilities: Capabilities = narrowed(node.capabilities, members)
         self.next = sequence
+        #: Shared by all communicators of this channel, as their receives take turns.
+        self.point_to_point = PointToPoint(self)
         self.natives = Natives(node.providers, id, self.rank, members, sequence)
         self.active: dict[int, Operation] = {}
         #: Failures that peers announced for calls this rank has not reached: sequence → error.
@@ -102,7 +105,10 @@ class Channel:
         """Let a peer that left in order, or gave up, be heard first: it says why."""
         try:
             if operation.is_given_up(error):
-                await operation.reason()
+                assert isinstance(error, TakenBack | UnexpectedMessage)
+                if error.peer in self.node.left:
+                    return notices.left_without_a_word(error.peer)
+                await operation.reason(error.peer)
             elif isinstance(error, PeerLostError) and error.orderly:
                 for _ in range(_LAST_WORDS):
                     if operation.error is None:
@@ -232,6 +238,14 @@ class Channel:
         for operation in list(self.active.values()):
             operation.fail(notices.lost_in_call(operation, error, rank))
         self._fail_transfers()
+
+    def on_left(self, member: int) -> None:
+        """The job's rank `member` closed its communicator: calls that wait for its reason hear none."""
+        for operation in list(self.active.values()):
+            if operation.error is None and operation.silent == member:
+                _, failure = self._diagnose(operation, notices.left_without_a_word(member))
+                operation.fail(failure.as_error(str(operation), self.rank))
+                self.node.announce(self, operation.sequence, failure)
 
     def _fail_transfers(self) -> None:
         """End sends and receives in flight, for the reason that `ended` gives."""

@@ -18,7 +18,6 @@ from .errors import CommunicatorClosedError, ConfigError
 from .node import Node
 from .observe.recorder import Stats
 from .operations import AsyncOperations
-from .point_to_point import PointToPoint
 from .recovery import Recovery
 from .tags import channel_id
 from .tensors import blank
@@ -49,7 +48,7 @@ class AsyncCommunicator(AsyncOperations):
         self._recovery = recovery
         self._owner = owner
         self._shrinks = 0
-        self._p2p = PointToPoint(channel)
+        self._p2p = channel.point_to_point
         #: This rank, ``0 <= rank < world_size``.
         self.rank = channel.rank
         #: The number of ranks of this communicator.
@@ -181,7 +180,7 @@ class AsyncCommunicator(AsyncOperations):
         """The next tensor that rank `source` sent with `tag`, of the dtype and shape that were sent.
 
         Its kind and device are those of `like` (a numpy array by default), or it is written to `out`,
-        which must have the sent dtype and shape.
+        which must have the sent dtype and shape. A receive that raises leaves the message for the next.
 
         Raises:
             TensorContractError, PeerLostError, CollectiveTimeoutError

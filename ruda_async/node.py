@@ -255,6 +255,8 @@ class Node:
                 fields = {"ruda_rank": transport.rank, "ruda_peer": peer}
                 log.debug("rank %d: rank %d has left", transport.rank, peer, extra=fields)
                 self.left.add(peer)
+                for channel in list(self.channels.values()):
+                    channel.on_left(peer)
                 if self.on_survivors is not None:
                     self.on_survivors(peer, -1, 0, [], False)
             else:
@@ -341,9 +343,10 @@ class Node:
 
     def abort(self, reason: str) -> None:
         """Drop everything at once. Harmless twice."""
+        # The links first: peers are to see a lost peer, not one that has cancelled its calls.
+        self.transport.abort(reason)
         if self.closed is None:
             self._shut(CommunicatorClosedError(f"rank {self.transport.rank} aborted: {reason}"))
-        self.transport.abort(reason)
 
     def _shut(self, error: RudaError) -> None:
         self._patrol.end()

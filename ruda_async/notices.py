@@ -21,7 +21,7 @@ from .errors import (
 )
 from .transport.base import UnexpectedMessage
 
-__all__ = ["MAX_NOTICE", "OF_NODES", "Failure", "decode", "encode", "mismatch"]
+__all__ = ["MAX_NOTICE", "OF_NODES", "Failure", "decode", "encode", "left_without_a_word", "mismatch"]
 
 #: The longest notice in bytes; longer texts are cut before they are sent.
 MAX_NOTICE = 16 * 1024
@@ -103,6 +103,12 @@ def _numbered(reason: object, rank: int | None) -> str:
     if rank is None or first != "rank" or not number.isdigit() or int(number) == rank:
         return str(reason)
     return f"rank {rank} ({number} of the job) {rest}"
+
+
+def left_without_a_word(rank: int) -> PeerLostError:
+    """The job's rank `rank` gave up in a call and closed its communicator, and its reason was not heard."""
+    text = f"rank {rank} gave up in it and has closed its communicator"
+    return PeerLostError(text, rank=rank, orderly=True)
 
 
 def mismatch(me: int, peer: int, error: UnexpectedMessage) -> Failure:

@@ -1,7 +1,8 @@
 """Sends and receives between two ranks, matched by peer and tag.
 
 A message says its dtype and shape in its head, so a receiver need not know them. Messages of one
-``(peer, tag)`` keep their order. A receive that is cancelled or times out leaves the message for the next.
+``(peer, tag)`` keep their order. A receive that is cancelled, times out, or is refused for its `out` leaves
+the message for the next.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from .observe.recorder import Transfer
 from .tags import channel_id, tag_of
 from .tensors import TensorSpec, adapter_for_call, dtype_of
 from .transport.base import TakenBack
+from .unclaimed import Unclaimed
 from .within import Within
 
 if TYPE_CHECKING:
@@ -84,6 +86,7 @@ class PointToPoint:
         self._channel = channel
         self._tags: dict[int, int] = {}
         self._turns: dict[tuple[int, int], _Turn] = {}
+        self._unclaimed = Unclaimed(channel.node.transport)
 
     async def send(self, value: Any, dest: int, tag: int, timeout: float) -> None:
         """Send a tensor to group rank `dest`."""
@@ -121,8 +124,10 @@ class PointToPoint:
             await turn.take(deadline, transfer)
             target = None
             try:
+                if channel.node.is_due():  # before there is a result, which a cancelled task would lose
+                    await asyncio.sleep(0)
                 while target is None:
-                    probing = channel.node.transport.probe(member, wire_tag)
+                    probing = self._unclaimed.probe(member, wire_tag)
                     envelope = await Within(probing, deadline, transfer)
                     target = await self._take(transfer, wire_tag, envelope, adapter, like, out, deadline)
             finally:
@@ -131,8 +136,6 @@ class PointToPoint:
         except BaseException as error:
             self._failed(transfer, error, timeout, (source,))
         self._succeeded(transfer)
-        if channel.node.is_due():
-            await asyncio.sleep(0)
         return result
 
     async def recv_any(self, tag: int, like: Any, out: Any, timeout: float) -> tuple[Any, int]:
@@ -184,11 +187,15 @@ class PointToPoint:
         finally:
             for task in probes:
                 task.cancel()
-            await asyncio.gather(*probes, return_exceptions=True)
-            for task, peer in probes.items():
-                if not task.cancelled() and task.exception() is None:
-                    member = channel.members[peer]
-                    self._give_back(self._turn(member, wire_tag), member, wire_tag)
+            try:
+                # Once a message is taken they all have ended, and nothing is waited for any more.
+                if unended := [task for task in probes if not task.done()]:
+                    await asyncio.gather(*unended, return_exceptions=True)
+            finally:  # though this is cancelled again; those that have not ended give theirs back themselves
+                for task, peer in probes.items():
+                    if task.done() and not task.cancelled() and task.exception() is None:
+                        member = channel.members[peer]
+                        self._give_back(self._turn(member, wire_tag), member, wire_tag)
 
     async def _turn_and_probe(
         self, peer: int, wire_tag: int, deadline: float, transfer: Transfer
@@ -198,7 +205,7 @@ class PointToPoint:
         turn = self._turn(member, wire_tag)
         await turn.take(deadline, transfer)
         try:
-            probing = self._channel.node.transport.probe(member, wire_tag)
+            probing = self._unclaimed.probe(member, wire_tag)
             return await Within(probing, deadline, transfer)
         except BaseException:
             self._give_back(turn, member, wire_tag)
@@ -242,26 +249,36 @@ class PointToPoint:
         transfer.head = envelope.head
         transfer.received = envelope.nbytes
         spec = self._spec_of(envelope.head, envelope.nbytes, source)
+        member = channel.members[source]
+        like = np.empty(0) if like is None else like
         try:
+            target = self._unclaimed.take(member, wire_tag, spec, like, out)
+            if target is not None:
+                return target
             if out is not None:
                 target = adapter.into(out, spec)
             else:
-                like = np.empty(0) if like is None else like
                 target = await allocate(
                     adapter, like, spec.shape, spec.dtype, lambda wait: Within(wait, deadline, transfer)
                 )
         except TensorContractError as error:
             raise error.at(self._where(transfer), channel.rank) from None
-        member = channel.members[source]
         transport = channel.node.transport
-        # Memory took its time, and another message may be the next by now.
-        if await Within(transport.probe(member, wire_tag), deadline, transfer) != envelope:
+        # Memory took its time, and another message may be the next by now; or be so when this task goes on.
+        again = Within(transport.probe(member, wire_tag), deadline, transfer)
+        if await again != envelope or again.waited:
             return None
-        receiving = transport.recv_into(member, wire_tag, (target.buffer,), envelope.head)
+        receiving = Within(
+            transport.recv_into(member, wire_tag, (target.buffer,), envelope.head), deadline, transfer
+        )
         try:
-            await Within(receiving, deadline, transfer)
+            await receiving
         except TakenBack:
             return None
+        except asyncio.CancelledError:
+            if receiving.came:
+                self._unclaimed.leave(member, wire_tag, envelope, adapter, target, spec, out)
+            raise
         return target
 
     def _address(self, name: str, peer: int, tag: int) -> tuple[int, int]:

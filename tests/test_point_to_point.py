@@ -152,6 +152,24 @@ async def test_receives_of_one_tag_are_served_in_order(url: str) -> None:
     await run_ranks(2, body, url=url)
 
 
+@pytest.mark.parametrize("derive", ["channel", "bounded"])
+async def test_communicators_of_one_channel_take_turns_too(derive: str) -> None:
+    def again(comm: AsyncCommunicator) -> AsyncCommunicator:
+        return comm.channel("one") if derive == "channel" else comm.bounded(1000)
+
+    async def body(comm: AsyncCommunicator) -> None:
+        if comm.rank == 0:
+            receives = [asyncio.ensure_future(again(comm).recv(1)) for _ in range(3)]
+            await comm.barrier()
+            assert [int(value[0]) for value in await asyncio.gather(*receives)] == [0, 1, 2]
+        else:
+            await comm.barrier()
+            for i in range(3):
+                await again(comm).send(np.full(2, i), 0)
+
+    await run_ranks(2, body)
+
+
 async def test_delivered_messages_outlive_their_sender(url: str) -> None:
     async def body(comm: AsyncCommunicator) -> None:
         if comm.rank == 0:

@@ -7,6 +7,7 @@ import gc
 import os
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ from ruda_async import (
     TensorContractError,
     TransportUnavailableError,
 )
+from ruda_async.transport import NativeGroup
 from ruda_async.transport.conformance import SCENARIOS, run_scenario
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install torch")
@@ -132,6 +134,30 @@ async def test_channels_at_once_and_failures(engine: str, url: str) -> None:
             await works(comm, 4 + turn)
 
     await run_ranks(3, body, url=url, algorithm="gloo", order="any", limit=100, timeout=60)
+
+
+async def test_a_group_that_nobody_waits_for_any_more_is_not_waited_for_in_torch() -> None:
+    """A rank whose peer gave the call up before it made the group."""
+    from ruda_torch.groups import Groups
+
+    store: Any = torch.distributed.HashStore()
+    dialled = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def dial(wait: object) -> Any:
+        loop.call_soon_threadsafe(dialled.set)
+        return store
+
+    def make(store: Any, rank: int, size: int, wait: object) -> Any:
+        raise AssertionError("not all ranks are there")
+
+    groups = Groups(dial, make)
+    making = groups.get(NativeGroup(0, 2, (0, 1), 7, 0, 0, time.monotonic() + 100, b""))
+    await dialled.wait()
+    groups.forget(7)
+    async with asyncio.timeout(10):
+        with pytest.raises(RuntimeError, match="given up"):
+            await making
 
 
 @pytest.mark.parametrize("failing", [False, True])

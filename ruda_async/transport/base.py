@@ -197,6 +197,7 @@ class Transport(Protocol):
     def probe(self, peer: int, tag: int) -> Awaitable[Envelope]:
         """Wait for the next message of ``(peer, tag)`` without taking it: its head and length.
 
+        Finished at once, without a turn of the event loop, where the message is here already.
         At most one probe per ``(peer, tag)`` waits at a time, and none while a receive waits there.
         """
         ...

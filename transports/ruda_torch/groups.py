@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from time import monotonic
@@ -26,6 +27,8 @@ _dist: Any = dist
 #: Seconds that a rank waits for the others to join a group; they have agreed to, so this is for the worst.
 _LONGEST = 60.0
 _SHORTEST = 0.1
+#: Seconds between two looks for the other ranks.
+_PAUSE = 0.001
 
 
 def missing(backend: str) -> str | None:
@@ -61,6 +64,10 @@ class Groups(EngineContexts[Any]):
         super().__init__()
         self._dial = dial
         self._make = make
+        #: Set when nobody waits for the group any more that this task makes.
+        self._given_up: weakref.WeakKeyDictionary[asyncio.Task[Any], threading.Event] = (
+            weakref.WeakKeyDictionary()
+        )
 
     async def make(self, group: NativeGroup) -> Any:
         """See `EngineContexts.make`."""
@@ -68,17 +75,43 @@ class Groups(EngineContexts[Any]):
         prefix = f"{group.channel}/{group.epoch}/{ranks}"
         wait = min(seconds_left(group), timedelta(seconds=_LONGEST))
 
+        given_up = threading.Event()
+        making = asyncio.current_task()
+        assert making is not None
+        self._given_up[making] = given_up
+
         def start() -> Any:
             store = _dist.PrefixStore(prefix, self._dial(wait))
+            _meet(store, group, wait, given_up)
             return self._make(store, group.rank, group.size, wait)
 
         return await in_thread(start)
 
     def release(self, channel: int, making: asyncio.Task[Any]) -> None:
         """See `EngineContexts.release`."""
+        if (given_up := self._given_up.get(making)) is not None:
+            given_up.set()
         making.add_done_callback(self._release)
 
     def _release(self, making: asyncio.Task[Any]) -> None:
         if not self.failed(making):
             held = [making.result()]
             in_background(held.clear)
+
+
+def _meet(store: Any, group: NativeGroup, wait: timedelta, given_up: threading.Event) -> None:
+    """Wait here, and not in torch, until all ranks make the group: one whose call was given up never does.
+
+    A thread that waits in torch cannot be ended, and aborts the process where that ends meanwhile.
+
+    Raises:
+        RuntimeError: they did not come in time, or nobody waits any more.
+    """
+    until = monotonic() + wait.total_seconds()
+    keys = [f"here/{rank}" for rank in range(group.size)]
+    store.set(keys[group.rank], "")
+    while not store.check(keys):
+        if given_up.wait(_PAUSE):
+            raise RuntimeError("the call was given up")
+        if monotonic() > until:
+            raise RuntimeError(f"not all ranks came to the process group within {wait.total_seconds():g} s")
