@@ -7,31 +7,17 @@ The idea and the order (reversed, since backward reaches the last layers first) 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from ..errors import TensorContractError
+from .members import Member
 
-__all__ = ["Bucket", "Member", "make_buckets"]
+__all__ = ["Bucket", "make_buckets"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-class Member(NamedTuple):
-    """One parameter that takes part.
-
-    Attributes:
-        name: for error texts.
-        parameter: the parameter.
-        comm: the communicator over which its gradients are summed; None where this rank alone has it.
-    """
-
-    name: str
-    parameter: Parameter
-    comm: Any
 
 
 class Bucket:
@@ -53,6 +39,7 @@ class Bucket:
         self.elements = sum(m.parameter.numel() for m in members)
         dtype = first.dtype if wire is None or self.comm is None else wire
         self.message = torch.zeros(self.elements + len(members), dtype=dtype, device=first.device)
+        self._dtype = first.dtype
         self._converts = dtype != first.dtype
         self._views = self._cut(self.message)
 
@@ -68,10 +55,20 @@ class Bucket:
 
     @torch.no_grad()
     def load(self) -> None:
-        """Copy this rank's gradients into the message; zeros where there is none."""
+        """Copy this rank's gradients into the message; zeros where there is none.
+
+        Raises:
+            TensorContractError: a parameter has another dtype, shape or device than it had.
+        """
         used = []
         for member, view in zip(self.members, self._views, strict=True):
-            gradient = member.parameter.grad
+            p, gradient = member.parameter, member.parameter.grad
+            if p.dtype is not self._dtype or p.shape != view.shape or p.device != view.device:
+                raise TensorContractError(
+                    f"parameter {member.name!r} is {p.dtype} {list(p.shape)} on {p.device} now, and was "
+                    f"{self._dtype} {list(view.shape)} on {view.device} when this GradientSync was made; "
+                    "convert or move the model first and make it afterwards"
+                )
             used.append(gradient is not None)
             if gradient is None:
                 view.zero_()
@@ -89,7 +86,7 @@ class Bucket:
         used = self.message[self.elements :].cpu().ne(0).tolist()
         views = self._views
         if self._converts:  # a whole bucket at once, in memory of its own
-            views = self._cut(self.message.to(self.members[0].parameter.dtype))
+            views = self._cut(self.message.to(self._dtype))
         for member, view, anywhere in zip(self.members, views, used, strict=True):
             if anywhere:
                 member.parameter.grad = view if scale is None else view.mul_(scale)

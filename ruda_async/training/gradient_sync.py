@@ -6,6 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -16,14 +17,13 @@ from torch.nn import Module, Parameter
 from ..communicator import AsyncCommunicator
 from ..errors import CollectiveCancelledError, ConfigError, RudaError, TensorContractError
 from .agreement import broadcast_tensors, describe, same_on_all_ranks
-from .buckets import Bucket, Member, make_buckets
-from .lanes import await_here, channel_of, inner_of, refused, submit
-from .passes import Pass
+from .buckets import Bucket, make_buckets
+from .lanes import await_here, channel_of, close_later, inner_of, refused, submit
+from .members import Members, check_options
+from .passes import Pass, Weakly, is_known, mark_known
 from .timeline import BucketTimes, SyncStats, covered
 
 __all__ = ["GradientSync"]
-
-_WIRE = (torch.bfloat16, torch.float16)
 
 
 class GradientSync:
@@ -80,16 +80,17 @@ class GradientSync:
         self._scale = 1 / inner.world_size if op == "mean" else None
         #: The communicators in use, this rank's main one first.
         self._comms = [comm, *(group for _, group in groups if group is not None)]
-        members = _members(model, comm, groups)
+        self._members = Members(model, comm, groups)
+        members = self._members.all
         self._alone = [m.parameter for m in members if m.comm is None]
         try:
-            _check(op, bucket_bytes, compress)
+            check_options(op, bucket_bytes, compress)
             shared = [m for m in members if m.comm is not None]
             self._buckets = make_buckets(shared, bucket_bytes, compress)
         except (ConfigError, TensorContractError) as error:
             await_here(comm, refused(inner, "GradientSync", error))
         self._of = {m.parameter: bucket for bucket in self._buckets for m in bucket.members}
-        self._names = {m.parameter: m.name for m in members}
+        self._names = self._members.names
         facts = [f"op={op} bucket_bytes={bucket_bytes} compress={compress}"]
         for each in self._comms:
             mine = [m for m in members if m.comm is each]
@@ -104,7 +105,8 @@ class GradientSync:
                 await_here(each, broadcast_tensors(inner_of(each), tensors))
         self._syncing = True
         self._pass: Pass | None = None
-        self._finished = False
+        #: How the latest pass ended, until its step is known to be over: "ended", or "dropped" by torch.
+        self._ended: str | None = None
         #: Whether `backward` sees errors itself, and can say what they are.
         self._guarded = False
         #: Calls of failed passes that may still be under way; their messages are not to be touched.
@@ -114,12 +116,18 @@ class GradientSync:
         #: Gradients that were reduced and must not be reduced again, by parameter, with their versions.
         self._reduced: dict[Parameter, tuple[weakref.ref[Tensor], int]] = {}
         self._handles: list[Any] = []
+        # Whoever forgets `remove` and the model shall not keep channels open.
+        self._closing = weakref.finalize(self, close_later, self._channels)
+        self._closing.atexit = False
+        # The collector does not see into hooks after accumulation, so those hold this object weakly. It
+        # does see into the others, which keep it alive as long as any of its parameters.
+        arrived, keep = Weakly(self._on_gradient), partial(_nothing, self)
         for p in self._names:
             hook: Any = p.register_post_accumulate_grad_hook
-            self._handles.append(hook(self._on_gradient))
-            if self._scale_of(p) is not None or op == "sum":
-                hook = p.register_hook
-                self._handles.append(hook(self._guard(p)))
+            self._handles.append(hook(arrived))
+            hook = p.register_hook
+            guarded = self._scale_of(p) is not None or op == "sum"
+            self._handles.append(hook(self._guard(p) if guarded else keep))
 
     # ------------------------------------------------------------------ for training loops
 
@@ -132,18 +140,19 @@ class GradientSync:
         Raises:
             RudaError: a reduction failed, or another rank's backward did; gradients are then undefined.
         """
-        self._finished = False
+        self._ended = None
         self._guarded = True
         try:
             if loss is not None and loss.requires_grad:
                 loss.backward(**options)  # type: ignore[no-untyped-call]
             if self._syncing:
-                self.finish()
+                self._finish()
         except Exception as error:
             self.abandon(error)
             raise
         finally:
             self._guarded = False
+        self._ended = None
 
     def finish(self) -> None:
         """See that the gradients of this step are reduced.
@@ -154,23 +163,30 @@ class GradientSync:
         Raises:
             RudaError: a reduction failed.
         """
-        if not self._finished:
+        try:
+            self._finish()
+        except Exception as error:
+            self.abandon(error)
+            raise
+        self._ended = None
+
+    def _finish(self) -> None:
+        if self._ended is None:
             current = self._begin()
             self._start_rest(current)
             self._end(current)
-        self._finished = False
 
     def abandon(self, error: Exception) -> None:
         """Give this step up on all ranks: their passes raise, naming this rank and `error`.
 
-        Does nothing where the step has been reduced, or has failed, already.
+        To be called with whatever was caught: where `error` is why this step failed already, here or on
+        another rank, it does nothing. Any other is taken to be that of a new step.
         """
-        if self._finished:
-            self._finished = False
-            return
-        if self._pass is not None or self._syncing:
-            self._refuse(self._begin(), f"{type(error).__name__}: {error}")
-        self._finished = False
+        known = self._ended == "dropped" or is_known(error, self)
+        if not known and (self._pass is not None or self._syncing):
+            self._refuse(self._begin(check=False), f"{type(error).__name__}: {error}")
+            mark_known(error, self)
+        self._ended = None
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -193,7 +209,7 @@ class GradientSync:
         """Take the hooks off and close the channels; gradients stay local from now on. Harmless twice."""
         for handle in self._handles:
             handle.remove()
-        if self._handles:
+        if self._closing.detach() is not None:
             for bucket, channel in zip(self._buckets, self._channels, strict=True):
                 with contextlib.suppress(RudaError):  # the communicator may be closed already
                     await_here(bucket.comm, channel.close())
@@ -222,16 +238,31 @@ class GradientSync:
                 "after the first had been sent; pass overlap=False, or use_reentrant=False to checkpoint"
             )
         if current.arrived(bucket, parameter) and self._overlap:
-            self._start(current, bucket, early=True)
+            with self._telling(current):
+                self._start(current, bucket, early=True)
 
-    def _begin(self) -> Pass:
+    def _begin(self, check: bool = True) -> Pass:
         if self._pass is None:
             for call in self._left_over:
-                self._outcome(call)  # waits; the reason was told when it mattered
+                self._result(call)  # waits; the reason was told when it mattered
             self._left_over = []
-            self._finished = False
-            self._pass = Pass(self._start_rest, self._end, self._dropped)
+            self._ended = None
+            current = self._pass = Pass(self._start_rest, self._end, self._dropped)
+            if check:
+                with self._telling(current):
+                    self._members.check()
         return self._pass
+
+    @contextlib.contextmanager
+    def _telling(self, current: Pass) -> Iterator[None]:
+        """What is raised inside fails the step on all ranks, which hear why."""
+        try:
+            yield
+        except Exception as error:
+            self._refuse(current, f"{type(error).__name__}: {error}")
+            mark_known(error, self)
+            self._ended = "ended"
+            raise
 
     def _start(self, current: Pass, bucket: Bucket, early: bool) -> None:
         bucket.load()
@@ -250,9 +281,10 @@ class GradientSync:
 
     def _start_rest(self, current: Pass) -> None:
         """Backward is over: start what lacks a gradient here. Waits for nothing."""
-        for bucket in self._buckets:
-            if not current.started(bucket):
-                self._start(current, bucket, early=False)
+        with self._telling(current):
+            for bucket in self._buckets:
+                if not current.started(bucket):
+                    self._start(current, bucket, early=False)
 
     def _end(self, current: Pass) -> None:
         """Wait for the reductions and hand the gradients out."""
@@ -260,12 +292,14 @@ class GradientSync:
             return
         current.over = True
         self._pass = None
-        self._finished = True
+        self._ended = "ended"
         began = perf_counter()
-        errors = [error for call in current.calls.values() if (error := self._outcome(call)) is not None]
+        errors = [error for call in current.calls.values() if (error := self._result(call)) is not None]
         waited = perf_counter() - began
         if errors:
-            raise min(errors, key=lambda error: not isinstance(error, RudaError))  # likelier the reason
+            likeliest = min(errors, key=lambda error: not isinstance(error, RudaError))
+            mark_known(likeliest, self)
+            raise likeliest
         for bucket in self._buckets:
             bucket.store(self._scale if bucket.comm is not self._comm else None)
         if self._scale is not None:
@@ -277,7 +311,7 @@ class GradientSync:
         stats.in_flight += covered(current.times)
         stats.waiting += waited
 
-    def _outcome(self, call: Future[Any]) -> BaseException | None:
+    def _result(self, call: Future[Any]) -> BaseException | None:
         """Wait for a reduction; its error."""
         try:
             return call.exception()
@@ -291,6 +325,7 @@ class GradientSync:
         """Torch gave the pass up: something in it raised, and whoever called it is about to see what."""
         if not self._guarded:
             self._refuse(current, "an error was raised in it")
+            self._ended = "dropped"
 
     def _refuse(self, current: Pass, reason: str) -> None:
         """Backward failed here: fail what was not started yet on the other ranks too."""
@@ -357,31 +392,8 @@ class GradientSync:
         )
 
 
-def _check(op: str, bucket_bytes: int, compress: torch.dtype | None) -> None:
-    if op not in ("mean", "sum"):
-        raise ConfigError(f"op={op!r} is not known; gradients are combined by 'mean' or 'sum'")
-    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-        raise ConfigError(f"bucket_bytes is a number of bytes from 1 on, not {bucket_bytes!r}")
-    if compress not in (None, *_WIRE):
-        raise ConfigError(f"compress={compress!r} is not known; use torch.bfloat16, torch.float16 or None")
-
-
-def _members(
-    model: Module | Iterable[Parameter], comm: Any, groups: Sequence[tuple[Iterable[Parameter], Any]]
-) -> list[Member]:
-    """Every parameter that requires a gradient once, with the communicator it belongs to."""
-    elsewhere: dict[Parameter, Any] = {}
-    for parameters, group in groups:
-        elsewhere.update((p, group) for p in parameters)
-    named: Iterable[tuple[str, Parameter]]
-    if isinstance(model, Module):
-        named = model.named_parameters()
-    else:
-        named = ((f"parameter {i}", p) for i, p in enumerate(model))
-    found = {p: name for name, p in named}
-    for number, p in enumerate(elsewhere):
-        found.setdefault(p, f"group parameter {number}")
-    return [Member(name, p, elsewhere.get(p, comm)) for p, name in found.items() if p.requires_grad]
+def _nothing(kept: object, gradient: Tensor) -> None:
+    """A hook that changes nothing."""
 
 
 @torch.no_grad()

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from ..autograd.waiting import BlockedLoopError, Lane, in_thread
 from ..collectives.operation import Link
 from ..communicator import AsyncCommunicator
+from ..errors import CommunicatorClosedError
 from ..sync import Communicator
 
-__all__ = ["all_done", "await_here", "channel_of", "inner_of", "off_loop", "refused", "submit"]
+__all__ = ["all_done", "await_here", "channel_of", "close_later", "inner_of", "off_loop", "refused", "submit"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -79,6 +80,14 @@ def await_here(comm: Any, call: Coroutine[Any, Any, R]) -> R:
 async def channel_of(inner: AsyncCommunicator, name: str) -> AsyncCommunicator:
     """`AsyncCommunicator.channel`, on its loop."""
     return inner.channel(name)
+
+
+def close_later(channels: Iterable[AsyncCommunicator]) -> None:
+    """Close channels from wherever the garbage collector runs, without waiting."""
+    for channel in channels:
+        gone = CommunicatorClosedError(f"the user of channel {channel.name!r} is gone")
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            channel._node.loop.call_soon_threadsafe(channel._channel.close, gone)
 
 
 class _Refusal:

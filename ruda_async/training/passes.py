@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from .buckets import Bucket
 from .timeline import BucketTimes
 
-__all__ = ["Pass"]
+__all__ = ["Pass", "Weakly", "is_known", "mark_known"]
 
 
 class _Callback:
@@ -104,3 +104,40 @@ class Pass:
     def _dropped(self, key: tuple[str, int]) -> None:
         if key in self._open and not self.over:
             self._on_failure(self)
+
+
+class Weakly:
+    """A bound method that does not keep its object alive, and does nothing without it."""
+
+    __slots__ = ("_method",)
+
+    def __init__(self, method: Callable[[Parameter], None]) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    def __call__(self, parameter: Parameter) -> None:
+        method = self._method()
+        if method is not None:
+            method(parameter)
+
+
+_MARK = "_ruda_known_to"
+
+
+def mark_known(error: BaseException, owner: object) -> None:
+    """Note that the ranks of `owner` all know of `error`: built-in exceptions take no weak references."""
+    vars(error).setdefault(_MARK, set()).add(id(owner))
+
+
+def is_known(error: BaseException, owner: object) -> bool:
+    """Whether `error`, or what it was raised from, was marked for `owner`."""
+    ahead: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while ahead:
+        each = ahead.pop()
+        if each is None or id(each) in seen:
+            continue
+        if id(owner) in vars(each).get(_MARK, ()):
+            return True
+        seen.add(id(each))
+        ahead += [each.__cause__, each.__context__]
+    return False

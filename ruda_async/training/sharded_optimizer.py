@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -73,19 +74,22 @@ class ShardedOptimizer:
             await_here(comm, refused(inner, "ShardedOptimizer", error))
         self._parameters: list[Parameter] = [p for group in groups for p in group["params"]]
         facts = [
-            f"group {number}, {describe('parameter', p)}"
+            f"group {number}, {describe('parameter' if p.requires_grad else 'frozen', p)}"
             for number, group in enumerate(groups)
             for p in group["params"]
         ]
         await_here(comm, same_on_all_ranks(inner, "parameters to optimize", facts))
         if broadcast:
-            await_here(comm, broadcast_tensors(inner, self._parameters))
+            await_here(comm, broadcast_tensors(inner, [p for p in self._parameters if p.requires_grad]))
         by_group = flatten(groups, inner.rank, inner.world_size)
         self._flats = [flat for flats in by_group for flat in flats]
-        #: How many parameters each group has.
+        self._frozen = [i for i, p in enumerate(self._parameters) if not p.requires_grad]
+        #: How many parameters each group has, frozen ones too, as in a plain optimizer.
         self._sizes = [len(group["params"]) for group in groups]
         self._used = torch.zeros(len(self._parameters), dtype=torch.uint8)
         self._reduced = False
+        #: The gradients that were reduced, with their versions.
+        self._seen: list[tuple[weakref.ref[Tensor], int] | None] = []
         pieces = [[piece.part for flat in flats for piece in flat.pieces] for flats in by_group]
         try:
             self.optimizer = factory(
@@ -106,20 +110,22 @@ class ShardedOptimizer:
         return [piece.part for flat in self._flats for piece in flat.pieces]
 
     def reduce_gradients(self) -> None:
-        """Sum gradients over ranks into the shards, unless this was done since the last `step`; collective.
+        """Sum gradients over ranks into the shards; collective.
+
+        Where that was done since the last `step`, and backward has not run on any rank, it does nothing more
+        than find this out, by a message.
 
         Raises:
-            TensorContractError: a gradient is sparse, here or on the rank in ``.rank``.
+            TensorContractError: a gradient is sparse, or a parameter was moved or unfrozen since this object
+                was made; here or on the rank in ``.rank``.
             RudaError: as collectives do.
         """
-        if self._reduced:
+        if self._reduced and not self._any_rank_has_new_gradients():
             return
-        sparse = next((i for i, p in enumerate(self._parameters) if _is_sparse(p.grad)), None)
-        if sparse is not None:
-            error = TensorContractError(
-                f"the gradient of parameter {sparse} is sparse; make it dense (sparse=False for embeddings)"
-            )
+        fault = self._fault()
+        if fault is not None:
             calls = len(self._flats) + 1
+            error = TensorContractError(fault)
             await_here(self._comm, refused(self._inner, "ShardedOptimizer", error, calls))
         for flat in self._flats:
             flat.load()
@@ -131,6 +137,39 @@ class ShardedOptimizer:
                 flat.gradient.div_(self._divide_by)
             flat.hand_out(used)
         self._reduced = True
+        self._seen = [
+            None if p.grad is None else (weakref.ref(p.grad), p.grad._version) for p in self._parameters
+        ]
+
+    def _any_rank_has_new_gradients(self) -> bool:
+        """Whether backward ran since they were reduced: a step that was skipped leaves them behind."""
+        ours = False
+        for p, seen in zip(self._parameters, self._seen, strict=True):
+            if p.grad is not None:
+                ours = ours or seen is None or seen[0]() is not p.grad or seen[1] != p.grad._version
+        vote = torch.tensor([ours], dtype=torch.uint8)
+        await_here(self._comm, self._inner.all_reduce(vote, "max", out=vote))
+        return bool(vote.item())
+
+    def _fault(self) -> str | None:
+        """Why this rank cannot take part in a reduction."""
+        for index, p in enumerate(self._parameters):
+            if _is_sparse(p.grad):
+                remedy = "make it dense (sparse=False for embeddings)"
+                return f"the gradient of parameter {index} is sparse; {remedy}"
+        for index in self._frozen:
+            if self._parameters[index].grad is not None and self._parameters[index].requires_grad:
+                return (
+                    f"parameter {index} was frozen when this optimizer was made and has a gradient now; make "
+                    "another ShardedOptimizer after unfreezing"
+                )
+        moved = next((number for flat in self._flats if (number := flat.moved()) is not None), None)
+        if moved is None:
+            return None
+        return (
+            f"the data of parameter {moved} is no longer in this optimizer's memory, so no step would reach "
+            "it; call model.to(…) and the like before making a ShardedOptimizer"
+        )
 
     async def _reduce(self) -> None:
         op = "mean" if self._divide_by is None else "sum"
@@ -170,11 +209,14 @@ class ShardedOptimizer:
         inner = self._inner
         await all_done(*(inner.all_gather(flat.shard, out=flat.whole) for flat in self._flats))
 
-    def zero_grad(self) -> None:
-        """Drop all gradients, of the parameters and of the shards."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, of the parameters (or make those zero) and of the shards."""
         self._reduced = False
         for p in self._parameters:
-            p.grad = None
+            if set_to_none or p.grad is None:
+                p.grad = None
+            else:
+                p.grad = torch.zeros_like(p.grad)
         self.optimizer.zero_grad()
 
     # ------------------------------------------------------------------ checkpoints
@@ -268,16 +310,16 @@ def _groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     )
     seen: set[Parameter] = set()
     for group in groups:
-        group["params"] = [p for p in group["params"] if p.requires_grad]
+        group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
         for p in group["params"]:
             if p in seen:
                 raise ConfigError("a parameter is there twice; give each to one group, once")
-            if p.dtype not in _FLOATS:
+            if p.requires_grad and p.dtype not in _FLOATS:
                 raise TensorContractError(
                     f"a parameter is {p.dtype}, whose gradients cannot be summed over ranks; leave it out, "
                     "or make it float16, bfloat16, float32 or float64"
                 )
             seen.add(p)
-    if not seen:
+    if not any(p.requires_grad for p in seen):
         raise ConfigError("there are no parameters that require a gradient")
     return groups

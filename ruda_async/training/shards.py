@@ -75,6 +75,15 @@ class Flat:
         """The elements of a parameter at `place` that are in this rank's shard."""
         return max(0, self._mine - place), min(count, self._mine + self.length - place)
 
+    def moved(self) -> int | None:
+        """The number of a parameter whose data is no longer in `whole`, if there is one."""
+        origin, width = self.whole.data_ptr(), self.whole.element_size()
+        for index, p in zip(self.indices, self.parameters, strict=True):
+            if p.numel() and (p.data_ptr() != origin or p.dtype != self.whole.dtype):
+                return index
+            origin += p.numel() * width
+        return None
+
     @property
     def shard(self) -> Tensor:
         """This rank's part of `whole`."""
@@ -117,15 +126,16 @@ class Flat:
 
 
 def flatten(groups: Sequence[dict[str, Any]], rank: int, world_size: int) -> list[list[Flat]]:
-    """The flats of each parameter group."""
+    """The flats of each parameter group; frozen parameters have a number and no place."""
     result = []
     index = 0
     for group in groups:
         kinds: dict[tuple[torch.dtype, torch.device], tuple[list[int], list[Parameter]]] = {}
         for p in group["params"]:
-            indices, parameters = kinds.setdefault((p.dtype, p.device), ([], []))
-            indices.append(index)
-            parameters.append(p)
+            if p.requires_grad:
+                indices, parameters = kinds.setdefault((p.dtype, p.device), ([], []))
+                indices.append(index)
+                parameters.append(p)
             index += 1
         result.append([Flat(*kind, rank, world_size) for kind in kinds.values()])
     return result

@@ -15,7 +15,7 @@ from support import run_ranks
 from torch import Tensor, nn
 
 from ruda_async import AsyncCommunicator, CollectiveCancelledError, ConfigError, TensorContractError, sync
-from ruda_async.training import ShardedOptimizer, off_loop
+from ruda_async.training import NonFiniteGradientError, ShardedOptimizer, off_loop
 
 Factory = Callable[[Any], torch.optim.Optimizer]
 
@@ -307,3 +307,114 @@ async def test_in_an_asynchronous_program() -> None:
         same(net, expected)
 
     await run_ranks(2, body)
+
+
+@pytest.mark.parametrize("how", ["an error", "a look at the norm", "another backward"])
+def test_a_step_that_was_skipped_leaves_no_gradients_behind(how: str) -> None:
+    """The model's zero_grad knows nothing of the shards, and one rank may have no batch afterwards."""
+
+    def body(comm: sync.Communicator) -> None:
+        net, other = nn.Linear(3, 2).double(), nn.Linear(3, 2).double()
+        other.load_state_dict(net.state_dict())
+        optimizer = ShardedOptimizer(partial(torch.optim.SGD, lr=0.1), net.parameters(), comm)
+        other.load_state_dict(net.state_dict())
+        plain = torch.optim.SGD(other.parameters(), lr=0.1)
+        for step in range(4):
+            net.zero_grad()
+            if how == "another backward" and step == 1:
+                net(torch.full((1, 3), 9.0, dtype=torch.float64)).sum().backward()
+                optimizer.clip_grad_norm_(0.5)
+                net.zero_grad()
+            bad = step == 1 and how != "another backward"
+            factor = float("nan") if bad and comm.rank == 1 else 1.0
+            if step != 2 or comm.rank == 0:
+                x = torch.full((1, 3), 1.0 + step + comm.rank, dtype=torch.float64)
+                (net(x).square().sum() * factor).backward()
+            if how == "an error" and bad:
+                with pytest.raises(NonFiniteGradientError):
+                    optimizer.clip_grad_norm_(0.5, error_if_nonfinite=True)
+                continue
+            norm = optimizer.clip_grad_norm_(0.5)
+            assert norm.isfinite() == (not bad)
+            if bad:
+                continue
+            optimizer.step()
+            plain.zero_grad()
+            for rank in range(1 if step == 2 else comm.world_size):
+                x = torch.full((1, 3), 1.0 + step + rank, dtype=torch.float64)
+                (other(x).square().sum() / comm.world_size).backward()
+            torch.nn.utils.clip_grad_norm_(other.parameters(), 0.5)
+            plain.step()
+        same(net, other)
+
+    in_threads(2, body)
+
+
+def test_frozen_parameters_keep_their_numbers() -> None:
+    """A plain optimizer is given frozen parameters too, and its state counts them."""
+
+    def body(comm: sync.Communicator) -> None:
+        net, other = Net(), Net()
+        net.a.requires_grad_(False)
+        other.a.requires_grad_(False)
+        factory = FACTORIES["adamw"]
+        plain = factory([{**group, "params": [*group["params"]]} for group in groups(other)])
+
+        def plain_step(step: int) -> None:
+            plain.zero_grad()
+            for rank in range(comm.world_size):
+                (other.loss(step, rank) / comm.world_size).backward()
+            plain.step()
+
+        plain_step(0)
+        net.load_state_dict(other.state_dict())
+        optimizer = ShardedOptimizer(factory, groups(net), comm)
+        optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
+        optimizer.zero_grad()
+        net.loss(1, comm.rank).backward()
+        optimizer.step()
+        plain_step(1)
+        same(net, other)
+        state, expected = optimizer.state_dict(), plain.state_dict()
+        assert state is not None
+        assert [g["params"] for g in state["param_groups"]] == [g["params"] for g in expected["param_groups"]]
+        assert state["state"].keys() == expected["state"].keys()
+        plain.load_state_dict(state)
+
+        net.a.requires_grad_()
+        net.loss(2, comm.rank).backward()
+        with pytest.raises(TensorContractError, match="parameter 0 was frozen when"):
+            optimizer.step()
+
+    in_threads(2, body)
+
+
+def test_a_model_that_was_moved_is_refused_on_all_ranks() -> None:
+    def body(comm: sync.Communicator) -> None:
+        net = nn.Linear(3, 2)
+        optimizer = ShardedOptimizer(partial(torch.optim.SGD, lr=0.1), net.parameters(), comm)
+        if comm.rank == 1:
+            net.double()
+        net(torch.ones(1, 3, dtype=net.weight.dtype)).sum().backward()
+        with pytest.raises(TensorContractError, match=r"data of parameter 0 is no longer") as caught:
+            optimizer.step()
+        assert comm.rank == 1 or caught.value.rank == 1
+
+    in_threads(2, body)
+
+
+def test_gradients_may_be_zeroed_instead_of_dropped() -> None:
+    def body(comm: sync.Communicator) -> None:
+        net = nn.Linear(2, 1)
+        optimizer = ShardedOptimizer(partial(torch.optim.AdamW, lr=0.1), net.parameters(), comm)
+        net(torch.ones(1, 2)).sum().backward()
+        optimizer.zero_grad(set_to_none=False)
+        before = net.weight.detach().clone()
+        assert net.weight.grad is not None
+        assert net.weight.grad.tolist() == [[0.0, 0.0]]
+        optimizer.step()  # a gradient of zero: weight decay alone
+        torch.testing.assert_close(net.weight.detach(), before * (1 - 0.1 * 0.01))
+        optimizer.zero_grad(set_to_none=True)
+        assert net.weight.grad is None
+
+    in_threads(2, body)
