@@ -99,6 +99,10 @@ class Front:
             if all(piece.work.over for piece in slices):
                 task.cancel()
 
+    async def stopped(self) -> None:
+        """Returns when the server has drained."""
+        await self._stop.wait()
+
     async def drain(self) -> None:
         """Accept nothing more, answer what was accepted, and end."""
         self.draining = True
