@@ -74,8 +74,10 @@ def run(
         `keep_going` that of rank 0.
 
     Raises:
-        ConfigError: the program or the URL cannot be used.
+        ConfigError: the program, the URL or a number cannot be used.
     """
+    if not grace >= 0:
+        raise ConfigError(f"grace={grace:g} is out of range; give seconds from 0 on")
     command = _command(argv)
     with prepare(url, world_size) as plan:
         folder = None if trace_dir is None else Path(trace_dir).absolute()
