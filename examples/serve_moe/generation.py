@@ -160,6 +160,7 @@ async def follow(generation: Generation) -> AsyncCommunicator | None:
     """
     width = generation.shard.model.sizes.width
     none = generation.shard.model.router.weight.new_zeros((0, width))
+    batches: dict[int, asyncio.Task[None]] = {}
     while True:
         try:
             told = await generation.control.broadcast_object(None, 0, timeout=_CONTROL_SECONDS)
@@ -168,7 +169,11 @@ async def follow(generation: Generation) -> AsyncCommunicator | None:
             continue
         match told:
             case {"do": "batch", "number": int(number)}:
-                generation.spawn(_take_part(generation, number, none))
+                batches[number] = generation.spawn(_take_part(generation, number, none))
+                batches[number].add_done_callback(lambda task, number=number: batches.pop(number))
+            case {"do": "forget", "number": int(number)}:
+                if number in batches:
+                    batches[number].cancel()
             case {"do": "report", "number": int(number)}:
                 generation.spawn(generation.report(number))
             case {"do": "grow", "seconds": float(seconds)}:

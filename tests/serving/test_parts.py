@@ -6,16 +6,21 @@ import asyncio
 import signal
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from digits_moe import load
+import torch
+from digits_moe import Sizes, load
 from hypothesis import given
 from hypothesis import strategies as st
 from serve_moe.batching import Batcher, RefusedError, Work
+from serve_moe.generation import Generation, follow
 from serve_moe.placement import Placement
 from serve_moe.rank import one_signal_ignored
+
+import ruda_async
 
 
 @given(st.integers(1, 20), st.integers(1, 9))
@@ -166,3 +171,34 @@ def test_a_worker_ignores_a_signal_only_while_it_is_needed(joined: bool) -> None
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
+
+
+async def test_a_worker_forgets_a_batch_when_the_front_says_so() -> None:
+    """The exchange alone does not always end it: that where the front was cancelled may be over there."""
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    class Exchange:
+        async def run(self, shard: Any, number: int, tokens: Any) -> Any:
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+
+    shard: Any = SimpleNamespace(model=SimpleNamespace(sizes=Sizes(), router=torch.nn.Linear(64, 8)))
+
+    async def rank(number: int) -> None:
+        async with ruda_async.connect("memory://forgetting", rank=number, world_size=2) as comm:
+            if number:
+                assert await follow(Generation(comm, None, shard, Exchange(), None)) is None  # type: ignore[arg-type]
+                return
+            control = comm.channel("control")
+            await control.broadcast_object({"do": "batch", "number": 1}, 0)
+            await begun.wait()
+            await control.broadcast_object({"do": "forget", "number": 1}, 0)
+            await ended.wait()
+            await control.broadcast_object({"do": "forget", "number": 1}, 0)  # it has left already
+            await control.broadcast_object({"do": "stop"}, 0)
+
+    async with asyncio.timeout(30):
+        await asyncio.gather(rank(0), rank(1))
