@@ -98,6 +98,14 @@ def raise_picky() -> None:
     raise Picky(1, 2)
 
 
+def raise_wordless() -> None:
+    class Wordless(Exception):
+        def __str__(self) -> str:
+            raise ValueError
+
+    raise Wordless
+
+
 def return_unpicklable() -> Any:
     return threading.Lock()
 

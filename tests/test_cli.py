@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +54,9 @@ def known(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
         (["run", "-n", "2", "--url", "nowhere://x", "--", "true"], "unknown scheme 'nowhere'"),
         (["run", "-n", "0", "--", "true"], "world_size=0 is out of range"),
         (["run", "-n", "2", "--url", "memory://x", "--", "true"], "threads=True"),
+        (["run", "-n", "2", "--grace", "nan", "--", "true"], "grace=nan is out of range"),
+        (["run", "-n", "2", "--grace", "-1", "--", "true"], "grace=-1 is out of range"),
+        (["tune", "--rounds", "0"], "rounds=0 is out of range"),
         (["run", "-n", "2"], "nothing to run; give a script"),
         (["run", "-n", "2", "--"], "nothing to run"),
         (["run", "-n", "2", "-m"], "-m needs a module"),
@@ -91,6 +96,41 @@ def test_usage_errors(argv: list[str], capfd: pytest.CaptureFixture[str]) -> Non
         main(argv)
     assert caught.value.code == 2
     assert "usage: ruda-async" in capfd.readouterr().err
+
+
+_full = pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="there is no full disk to be had")
+
+
+@_full
+@pytest.mark.parametrize(
+    ("argv", "code"), [(["doctor", "--no-test"], 2), (["run", "-n", "2", "--", "echo", "x"], 141)]
+)
+def test_a_full_disk_is_one_line(argv: list[str], code: int) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "ruda_async", *argv], stdout=full, stderr=subprocess.PIPE, timeout=60
+        )
+    assert done.returncode == code
+    assert b"No space left on device" in done.stderr
+    assert done.stderr.count(b"\n") == 1
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_output_may_be_closed(closed: str) -> None:
+    command = f"{shlex.quote(sys.executable)} -m ruda_async doctor --no-test {closed}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_locale_without_the_characters() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ruda_async", "doctor", "--no-test"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"faults+?://" in done.stdout
 
 
 def test_help_offers_the_commands_that_are_there(capfd: pytest.CaptureFixture[str]) -> None:

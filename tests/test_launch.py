@@ -571,10 +571,19 @@ def test_what_cannot_be_pickled_is_said() -> None:
         spawn(launch_ranks.return_unpicklable, 1)
     with pytest.raises(SpawnError, match="rank 0 failed: RuntimeError: Picky: 1 and 2"):
         spawn(launch_ranks.raise_picky, 1)
+    with pytest.raises(SpawnError, match=r"rank 0 failed: RuntimeError: .*Wordless"):
+        spawn(launch_ranks.raise_wordless, 1)
     with pytest.raises(SpawnError) as caught:
         spawn(launch_ranks.raise_ruda, 1)
     assert isinstance(caught.value.__cause__, RudaError)
     assert caught.value.__cause__.rank == 0
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan")])
+@pytest.mark.parametrize("threads", [False, True])
+def test_a_time_limit_out_of_range(seconds: float, threads: bool) -> None:
+    with pytest.raises(ConfigError, match=r"timeout=.* is out of range"):
+        spawn(launch_ranks.rank, 1, timeout=seconds, threads=threads)
 
 
 def test_the_time_limit_names_who_is_missing() -> None:

@@ -26,8 +26,10 @@ With ``x`` the pixels, the scores of the ten classes are ``output(t + sum of w_n
 
 from __future__ import annotations
 
+import zipfile
+import zlib
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -124,19 +126,66 @@ def save(path: str | Path, model: DigitsMoE, comm: Any) -> None:
             np.savez(file, allow_pickle=False, **arrays)
 
 
-def load(path: str | Path, owned: range | None = None) -> DigitsMoE:
-    """The model of a file, with the experts `owned`, or all of them.
+def load(path: str | Path | IO[bytes], owned: range | None = None) -> DigitsMoE:
+    """The model of a file, with the experts `owned`, or all of them. Other experts are not looked at.
 
     Raises:
-        ValueError: it is not such a file, or has not these experts.
+        OSError: the file cannot be read.
+        ValueError: it is not such a file, is damaged, or has not these experts.
     """
-    with np.load(path, allow_pickle=False) as file:
-        if "format" not in file or str(file["format"]) != FORMAT:
-            raise ValueError(f"{path} is not a model of the format {FORMAT!r}")
-        sizes = Sizes(*(int(n) for n in file["sizes"]))
-        owned = range(sizes.experts) if owned is None else owned
-        if owned and not (owned[0] >= 0 and owned[-1] < sizes.experts):
-            raise ValueError(f"{path} has the experts 0 to {sizes.experts - 1}, not {list(owned)}")
-        model = DigitsMoE(sizes, owned)
-        model.load_state_dict({name: torch.from_numpy(file[name]) for name in model.state_dict()})
+    if isinstance(path, str | Path):
+        with open(path, "rb") as opened:
+            return load(opened, owned)
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"it is not of the format {FORMAT!r}, or cut short")
+    path.seek(0)
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            if "format" not in file or str(file["format"]) != FORMAT:
+                raise ValueError(f"it is not of the format {FORMAT!r}")
+            sizes = _sizes(file)
+            owned = range(sizes.experts) if owned is None else owned
+            if owned and not (owned[0] >= 0 and owned[-1] < sizes.experts):
+                raise ValueError(f"it has the experts 0 to {sizes.experts - 1}, not {list(owned)}")
+            arrays = {name: _read(file, name, shape) for name, shape in _shapes(sizes, owned).items()}
+    except (EOFError, TypeError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"it is damaged ({error})") from None
+    model = DigitsMoE(sizes, owned)
+    model.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()})
     return model
+
+
+def _sizes(file: Any) -> Sizes:
+    told = file["sizes"] if "sizes" in file else np.zeros(0)
+    if told.shape != (4,) or told.dtype.kind != "i" or told.min() < 1 or told[1] > told[0]:
+        raise ValueError(
+            f"its sizes are {told.tolist()} instead of experts, chosen (of them), width and hidden"
+        )
+    return Sizes(*told.tolist())
+
+
+def _shapes(sizes: Sizes, owned: range) -> dict[str, tuple[int, ...]]:
+    """The entries of a model with the experts `owned`."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "mean": (PIXELS,),
+        "input.weight": (sizes.width, PIXELS),
+        "input.bias": (sizes.width,),
+        "router.weight": (sizes.experts, sizes.width),
+        "output.weight": (CLASSES, sizes.width),
+        "output.bias": (CLASSES,),
+    }
+    for number in owned:
+        shapes[f"experts.{number}.up.weight"] = (sizes.hidden, sizes.width)
+        shapes[f"experts.{number}.down.weight"] = (sizes.width, sizes.hidden)
+    return shapes
+
+
+def _read(file: Any, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    if name not in file:
+        raise ValueError(f"it has no {name}")
+    array: np.ndarray = file[name]
+    if array.shape != shape or array.dtype != np.float32:
+        raise ValueError(f"its {name} is {array.dtype} {list(array.shape)} instead of float32 {list(shape)}")
+    if not np.isfinite(array).all():
+        raise ValueError(f"its {name} is not finite everywhere; the training diverged")
+    return array

@@ -56,7 +56,7 @@ class Front:
         self._idle = asyncio.Event()
         self._stop = asyncio.Event()
         self._slots = asyncio.Semaphore(options.in_flight)
-        self._flying: dict[asyncio.Task[Any], list[Slice]] = {}
+        self._flying: dict[asyncio.Task[Any], tuple[int, list[Slice]]] = {}
         self._numbers = 0  # of batches and reports; no channel's name comes twice
 
     # ------------------------------------------------------------------ requests
@@ -95,9 +95,18 @@ class Front:
     def _forget(self, work: Work) -> None:
         """Nobody waits for `work` any more; a batch without any other request ends on all ranks."""
         self.batcher.drop(work)
-        for task, slices in list(self._flying.items()):
-            if all(piece.work.over for piece in slices):
-                task.cancel()
+        for task, (number, slices) in list(self._flying.items()):
+            if not all(piece.work.over for piece in slices):
+                continue
+            task.cancel()
+            if self.generation is not None and self.options.exchange == "ruda":
+                # Workers that have left the exchange in which it was cancelled would wait in the next one.
+                told = {"do": "forget", "number": number}
+                self.generation.spawn(self._tell(self.generation, told, self.options.batch_timeout))
+
+    async def stopped(self) -> None:
+        """Returns when the server has drained."""
+        await self._stop.wait()
 
     async def drain(self) -> None:
         """Accept nothing more, answer what was accepted, and end."""
@@ -250,7 +259,7 @@ class Front:
         number = self._numbers
         task = asyncio.current_task()
         assert task is not None
-        self._flying[task] = slices
+        self._flying[task] = number, slices
         try:
             told = {"do": "batch", "number": number}
             generation.spawn(self._tell(generation, told, self.options.batch_timeout))

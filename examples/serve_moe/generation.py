@@ -7,13 +7,19 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
-from ruda_async import AsyncCommunicator, CollectiveCancelledError, CollectiveTimeoutError, RudaError
+from ruda_async import (
+    AsyncCommunicator,
+    CollectiveCancelledError,
+    CollectiveTimeoutError,
+    PeerLostError,
+    RudaError,
+)
 
 from . import measures
 from .exchange import Alone, Exchange, Ruda
 from .options import Options
 from .placement import Placement, agree
-from .shard import Shard
+from .shard import Saved, Shard
 
 __all__ = ["AGREE_SECONDS", "Generation", "follow"]
 
@@ -51,9 +57,10 @@ class Generation:
         cls,
         comm: AsyncCommunicator,
         options: Options,
-        experts: int,
+        saved: Saved,
         front: bool,
         held: range,
+        former: Shard | None,
         even: bool,
         meter: measures.StallMeter,
     ) -> Generation:
@@ -61,10 +68,11 @@ class Generation:
 
         Raises:
             FrontLostError: there is no front among these ranks.
+            OtherModelError: the front serves another model.
             RudaError: as collectives.
         """
-        placement = await agree(comm, experts, front, held, even, AGREE_SECONDS)
-        shard = await Shard.load(options.model, placement, comm.rank)
+        placement = await agree(comm, saved, front, held, even, AGREE_SECONDS)
+        shard = await Shard.load(saved, placement, comm.rank, former)
         exchange: Exchange
         if options.exchange == "gloo":
             from .gloo import Gloo
@@ -88,7 +96,10 @@ class Generation:
 
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(
+            error, PeerLostError
+        ):  # that ends the generation, and is said then
             log.info("%s", error)
 
     def grow(self, seconds: float) -> asyncio.Task[AsyncCommunicator]:
@@ -149,6 +160,7 @@ async def follow(generation: Generation) -> AsyncCommunicator | None:
     """
     width = generation.shard.model.sizes.width
     none = generation.shard.model.router.weight.new_zeros((0, width))
+    batches: dict[int, asyncio.Task[None]] = {}
     while True:
         try:
             told = await generation.control.broadcast_object(None, 0, timeout=_CONTROL_SECONDS)
@@ -157,7 +169,11 @@ async def follow(generation: Generation) -> AsyncCommunicator | None:
             continue
         match told:
             case {"do": "batch", "number": int(number)}:
-                generation.spawn(_take_part(generation, number, none))
+                batches[number] = generation.spawn(_take_part(generation, number, none))
+                batches[number].add_done_callback(lambda task, number=number: batches.pop(number))
+            case {"do": "forget", "number": int(number)}:
+                if number in batches:
+                    batches[number].cancel()
             case {"do": "report", "number": int(number)}:
                 generation.spawn(generation.report(number))
             case {"do": "grow", "seconds": float(seconds)}:

@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -20,8 +20,8 @@ from .front import Front
 from .generation import AGREE_SECONDS, Generation, follow
 from .measures import StallMeter
 from .options import Options, parse
-from .placement import FrontLostError
-from .shard import describe
+from .placement import FrontLostError, OtherModelError
+from .shard import Saved, Shard, describe
 
 __all__ = ["Rank", "main", "one_signal_ignored"]
 
@@ -31,12 +31,13 @@ log = logging.getLogger("serve_moe")
 class Rank:
     """One rank; with a `Front`, the one that speaks HTTP."""
 
-    def __init__(self, options: Options, experts: int, front: Front | None, meter: StallMeter) -> None:
+    def __init__(self, options: Options, saved: Saved, front: Front | None, meter: StallMeter) -> None:
         self._options = options
-        self._experts = experts
+        self._saved = saved
         self._front = front
         self._meter = meter
         self._held = range(0)
+        self._shard: Shard | None = None
         self._root: AsyncCommunicator | None = None
 
     async def live(self) -> None:
@@ -45,8 +46,10 @@ class Rank:
         Raises:
             RudaError, FrontLostError: this rank cannot go on.
         """
-        comm = await self._connect(self._options.join)
-        even = True
+        first = await self._first()
+        if first is None:
+            return
+        comm, even = first, True
         try:
             while True:
                 generation = None
@@ -54,13 +57,15 @@ class Rank:
                     generation = await Generation.begin(
                         comm,
                         self._options,
-                        self._experts,
+                        self._saved,
                         self._front is not None,
                         self._held,
+                        self._shard,
                         even,
                         self._meter,
                     )
-                    self._held = generation.shard.held
+                    self._shard = generation.shard
+                    self._held = self._shard.held
                     lead = follow if self._front is None else self._front.lead
                     following = await lead(generation)
                     if following is None:
@@ -75,6 +80,25 @@ class Rank:
                         await generation.end()
         finally:
             await self._drop()
+
+    @property
+    def joined(self) -> bool:
+        """Whether this rank is in the job; otherwise it knocks, and nobody misses it."""
+        return self._root is not None
+
+    async def _first(self) -> AsyncCommunicator | None:
+        """The ranks that begin; None where the front is told to stop before all of them are there."""
+        if self._front is None:
+            return await self._connect(self._options.join)
+        connecting = asyncio.ensure_future(self._connect(join=False))
+        stopping = asyncio.ensure_future(self._front.stopped())
+        try:
+            await asyncio.wait({connecting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            return connecting.result() if connecting.done() else None
+        finally:
+            for task in (connecting, stopping):
+                task.cancel()
+            await asyncio.wait({connecting, stopping})
 
     async def _recover(
         self, comm: AsyncCommunicator, generation: Generation | None, error: Exception
@@ -121,37 +145,45 @@ class Rank:
             await root.close()
 
 
-async def _serve(options: Options, experts: int, front: bool) -> None:
+async def _serve(options: Options, saved: Saved, front: bool) -> None:
     torch.set_grad_enabled(False)  # for the loop's thread, before any task is there
     meter = StallMeter()
     try:
         if front:
             from .web import serving
 
-            speaker = Front(options, experts)
+            speaker = Front(options, saved.experts)
             async with serving(speaker, options):
-                await Rank(options, experts, speaker, meter).live()
+                await Rank(options, saved, speaker, meter).live()
         else:
             # The launcher signals all ranks at once, and workers are needed until the front has drained. A
             # second signal ends a worker.
-            with one_signal_ignored():
-                await Rank(options, experts, None, meter).live()
+            rank = Rank(options, saved, None, meter)
+            with one_signal_ignored(lambda: rank.joined):
+                await rank.live()
     finally:
         meter.stop()
 
 
 @contextmanager
-def one_signal_ignored() -> Iterator[None]:
+def one_signal_ignored(needed: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """The first SIGTERM and the first SIGINT do nothing; a second one does what it did before.
+
+    While the rank is not `needed`, the first one does so too.
 
     After the block both are ignored: a front that had little to drain may have ended the workers before the
     launcher came to signal them, and it should not find that they fell by its signal.
     """
     numbers = (signal.SIGTERM, signal.SIGINT)
     former = {number: signal.getsignal(number) for number in numbers}
+
+    def first(number: int, frame: object) -> None:
+        signal.signal(number, former[signal.Signals(number)])
+        if not needed():
+            signal.raise_signal(number)
+
     for number in numbers:
-        # Not by the loop, which takes its handlers away when it closes.
-        signal.signal(number, lambda number, frame: signal.signal(number, former[number]))
+        signal.signal(number, first)  # not by the loop, which takes its handlers away when it closes
     yield
     for number in numbers:
         signal.signal(number, signal.SIG_IGN)
@@ -163,7 +195,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     log.setLevel(logging.INFO)
     torch.set_num_threads(1)
-    experts, _ = describe(options.model)
+    saved = describe(options.model)
     ranks = int(os.environ.get("RUDA_WORLD_SIZE", "1"))
     if options.exchange == "none" and ranks != 1:
         print("serve_moe: --exchange none is for one rank; run it with -n 1", file=sys.stderr)
@@ -176,8 +208,10 @@ def main(argv: list[str] | None = None) -> int:
     gc.collect()
     gc.freeze()
     try:
-        asyncio.run(_serve(options, experts, front))
-    except (RudaError, FrontLostError, OSError) as error:
+        asyncio.run(_serve(options, saved, front))
+    except (RudaError, FrontLostError, OtherModelError, OSError, ValueError) as error:
         print(f"serve_moe: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:  # a second SIGINT
+        return 130
     return 0

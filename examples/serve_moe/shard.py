@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,26 +16,49 @@ from ruda_async import moe
 
 from .placement import Placement
 
-__all__ = ["Shard", "describe"]
+__all__ = ["Saved", "Shard", "describe"]
 
 #: Rows that experts compute on the event loop; that takes well under a millisecond. More go to a thread.
 _INLINE_ROWS = 256
 
 
-def describe(path: Path) -> tuple[int, int]:
-    """How many experts the file's model has, and how many each row visits.
+class Saved(NamedTuple):
+    """The file that this job serves. All ranks have to see the same content, for as long as they serve.
+
+    Attributes:
+        experts: how many the model has.
+        digest: SHA-256 of the file, in hex.
+    """
+
+    path: Path
+    experts: int
+    digest: str
+
+    def unchanged(self) -> bool:
+        """Whether the file is still there with the same content."""
+        try:
+            with self.path.open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest() == self.digest
+        except OSError:
+            return False
+
+
+def describe(path: Path) -> Saved:
+    """Check the whole file: a rank may have to read any expert later.
 
     Raises:
         SystemExit: there is no such file, or it is no such model; the text says how to make one.
     """
     try:
-        sizes = load(path, range(0)).sizes
-    except (OSError, ValueError, KeyError) as error:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            file.seek(0)
+            return Saved(path, load(file).sizes.experts, digest)
+    except (OSError, ValueError) as error:
         raise SystemExit(
             f"serve_moe: cannot use --model {path}: {error}; make one with: "
             f"ruda-async run -n 4 examples/train_digits_moe.py --save {path}"
         ) from None
-    return sizes.experts, sizes.chosen
 
 
 class Shard:
@@ -54,10 +78,19 @@ class Shard:
         self._owned = self.layout.local(rank)
 
     @classmethod
-    async def load(cls, path: Path, placement: Placement, rank: int) -> Shard:
-        """Read it from the file, in a thread."""
+    async def load(cls, saved: Saved, placement: Placement, rank: int, former: Shard | None = None) -> Shard:
+        """What the placement gives to `rank`: of `former` where that has it, else of the file.
+
+        The file is read in a thread. Ranks have agreed that it is still the one they began with.
+        """
         held = placement.held[rank]
-        return cls(await asyncio.to_thread(load, path, held), held, placement, rank)
+        if former is not None and set(held) <= set(former.held):
+            model = DigitsMoE(former.model.sizes, held)
+            kept = former.model.state_dict()
+            model.load_state_dict({name: kept[name] for name in model.state_dict()})
+        else:
+            model = await asyncio.to_thread(load, saved.path, held)
+        return cls(model, held, placement, rank)
 
     def images(self, pixels: np.ndarray) -> Tensor:
         """Pixels from 0 to 16 ``[n, 64]`` to what the model takes."""

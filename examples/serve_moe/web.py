@@ -87,7 +87,7 @@ def application(front: Front, options: Options) -> Starlette:
 
 
 def _wants_events(request: Request) -> bool:
-    return "text/event-stream" in request.headers.get("accept", "")
+    return "text/event-stream" in request.headers.get("accept", "").lower()
 
 
 async def _read(request: Request, options: Options) -> tuple[np.ndarray, bool]:
@@ -97,7 +97,7 @@ async def _read(request: Request, options: Options) -> tuple[np.ndarray, bool]:
         RefusedError: it is too large, comes too slowly, or is not what it should be.
         ClientDisconnect: the client has gone.
     """
-    binary = request.headers.get("content-type", "").startswith("application/octet-stream")
+    binary = request.headers.get("content-type", "").lower().startswith("application/octet-stream")
     most = options.max_request * (4 * _PIXELS if binary else _ROW_BYTES) + 1024
     body = bytearray()
     try:
@@ -118,8 +118,8 @@ async def _read(request: Request, options: Options) -> tuple[np.ndarray, bool]:
         pixels, stream = await asyncio.to_thread(_parse, bytes(body))
     else:
         pixels, stream = _parse(bytes(body))
-    if not len(pixels) or not np.isfinite(pixels).all():
-        raise RefusedError(400, "bad_request", "images are one row or more of 64 finite numbers")
+    if not len(pixels) or not ((pixels >= 0) & (pixels <= 16)).all():  # nor NaN
+        raise RefusedError(400, "bad_request", "images are one row or more of 64 numbers from 0 to 16")
     if len(pixels) > options.max_request:
         text = f"{len(pixels)} rows; send at most {options.max_request} at once"
         raise RefusedError(413, "too_large", text)
@@ -129,10 +129,14 @@ async def _read(request: Request, options: Options) -> tuple[np.ndarray, bool]:
 def _parse(body: bytes) -> tuple[np.ndarray, bool]:
     try:
         told = json.loads(body)
-        pixels = np.array(told["images"], dtype=np.float32)
+        images = np.array(told["images"])
         stream = told.get("stream", False)
-        if pixels.ndim != 2 or pixels.shape[1] != _PIXELS or type(stream) is not bool:
+        if images.ndim != 2 or images.shape[1] != _PIXELS or images.dtype.kind not in "iuf":
             raise ValueError
+        if type(stream) is not bool:
+            raise ValueError
+        with np.errstate(over="ignore"):  # what is out of range is told to the client, not to the log
+            pixels = images.astype(np.float32)
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError, AttributeError):
         text = '{"images": [[64 numbers from 0 to 16], …], "stream": false} is what a request looks like'
         raise RefusedError(400, "bad_request", text) from None
@@ -281,6 +285,7 @@ async def serving(front: Front, options: Options) -> AsyncIterator[None]:
 
     def stop(number: int) -> None:
         loop.remove_signal_handler(number)
+        signal.signal(number, signal.SIG_DFL)  # not KeyboardInterrupt, with a traceback of every open request
         if not front.draining:
             draining.add(asyncio.ensure_future(front.drain()))
 

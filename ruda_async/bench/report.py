@@ -32,8 +32,10 @@ figure { margin: 0; } svg { width: 100%%; height: auto; display: block; }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 18px; margin: 8px 0 12px; padding: 0; list-style: none; }
 .legend svg { display: inline; width: 28px; height: 10px; vertical-align: middle; margin-right: 6px; }
 .grid { stroke: var(--rule); stroke-width: 1; } .axis { fill: var(--soft); font-size: 12px; }
-.line { fill: none; stroke-width: 2; stroke-linejoin: round; } .dashed { stroke-dasharray: 6 4; }
-.dotted { stroke-dasharray: 2 4; }
+.line { fill: none; stroke-width: 2; stroke-linejoin: round; }
+.ours1 { stroke-dasharray: 2 4; } .ours2 { stroke-dasharray: 12 3; } .ours3 { stroke-dasharray: 12 3 2 3; }
+.peer0 { stroke-dasharray: 6 4; } .peer1 { stroke-dasharray: 6 3 2 3; }
+.peer2 { stroke-dasharray: 6 3 2 3 2 3; } .peer3 { stroke-dasharray: 4 2 4 6; }
 .point { stroke: var(--ground); stroke-width: 2; } .reach { fill: transparent; }
 g:hover .point { r: 6px; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }

@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-__all__ = ["COLORS", "Line", "line_style", "plot"]
+__all__ = ["COLORS", "PATTERNS", "Line", "line_style", "plot"]
 
-#: Styles ``c0 … c7`` are expected in the page; lines beyond repeat them, ``dotted``.
+#: Styles ``c0 … c7`` are expected in the page; lines beyond repeat them, in other patterns.
 COLORS = 8
+#: Styles ``ours0 … ours3`` and ``peer0 … peer3`` are expected too.
+PATTERNS = 4
 
 _WIDTH, _HEIGHT = 560, 320
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 12, 44
@@ -68,7 +70,8 @@ def plot(
 
 def line_style(color: int, dashed: bool) -> str:
     """The classes of a line, in a plot and in its legend."""
-    return f"c{color % COLORS}{' dashed' if dashed else ''}{' dotted' if color >= COLORS else ''}"
+    # Colours come again with another pattern; those of peers are others than ours.
+    return f"c{color % COLORS} {'peer' if dashed else 'ours'}{color // COLORS % PATTERNS}"
 
 
 def _drawn(

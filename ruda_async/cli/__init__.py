@@ -7,6 +7,7 @@ A subcommand is a module of this package with ``add_arguments(parser)`` and ``ma
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import importlib.util
 import os
@@ -33,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Errors of the library are one line on standard error and exit code 2, unless ``--traceback`` is given.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
+    _settle_output()
     args = _parser(argv).parse_args(argv)
     try:
         code: int = importlib.import_module(f".{args.command}", __name__).main(args)
@@ -45,10 +47,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Our reader has gone (``| head``); what is left in the buffer has to go somewhere at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        _forget_output()  # our reader has gone (``| head``)
         return 141
+    except OSError as error:
+        if args.traceback or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        _forget_output()
+        print(f"ruda-async: cannot write: {error.strerror}", file=sys.stderr)
+        return 2
     return code
+
+
+def _settle_output() -> None:
+    """Output that was closed (``>&-``) is lost in silence; what a locale cannot show is replaced."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        elif name == "stdout" and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+
+def _forget_output() -> None:
+    """What is left in the buffer has to go somewhere at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from .files import check_writable, write
 
 __all__ = ["add_arguments", "main"]
 
@@ -73,21 +75,32 @@ def main(args: argparse.Namespace) -> int:
     from ..bench.table import print_report
 
     for path in filter(None, (args.json, args.html, args.markdown)):
-        if not path.parent.is_dir():
-            raise ConfigError(f"the folder of {str(path)!r} is not there; make it, or name another")
+        check_writable(path)
     report = _load(args.load) if args.load else run_plan(_plan(args), terminal_progress())
+    failures = []
+    for path, text in _pages(args, report):
+        try:
+            write(path, text)
+        except ConfigError as error:
+            failures.append(error)
+    print_report(report)  # also where the disk is full: measuring took its time
+    if failures:
+        raise failures[0]
+    return int(bool(report.faults))
+
+
+def _pages(args: argparse.Namespace, report: Any) -> Iterator[tuple[Path, str]]:
+    """What is asked for in files."""
     if args.json:
-        args.json.write_text(report.to_json(), encoding="utf-8")
+        yield args.json, report.to_json()
     if args.html:
         from ..bench.report import to_html
 
-        args.html.write_text(to_html(report), encoding="utf-8")
+        yield args.html, to_html(report)
     if args.markdown:
         from ..bench.markdown import to_markdown
 
-        args.markdown.write_text(to_markdown(report), encoding="utf-8")
-    print_report(report)
-    return int(bool(report.faults))
+        yield args.markdown, to_markdown(report)
 
 
 def _plan(args: argparse.Namespace) -> Any:
@@ -133,6 +146,10 @@ def _load(paths: list[Path]) -> Any:
             text = path.read_text(encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"{str(path)!r} cannot be read: {error.strerror}; check the path") from None
+        except UnicodeDecodeError:
+            raise ConfigError(
+                f"{str(path)!r} is not a result of `ruda-async bench --json`, nor text"
+            ) from None
         try:
             found = Report.from_json(text)
         except ConfigError as error:

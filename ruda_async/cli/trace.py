@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from ..errors import ConfigError
+from .files import write
 
 __all__ = ["add_arguments", "main"]
 
@@ -58,9 +58,6 @@ def main(args: argparse.Namespace) -> int:
     if args.output is None:
         print(text)
         return 0
-    try:
-        args.output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {args.output}: {error.strerror or error}") from None
+    write(args.output, text)
     print(f"{len(records)} ranks in {args.output}; open it at https://ui.perfetto.dev", file=sys.stderr)
     return 0

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..errors import RudaError, TransportUnavailableError
+from ..errors import ConfigError, RudaError, TransportUnavailableError
 
 __all__ = ["add_arguments", "main"]
 
@@ -53,6 +53,8 @@ def main(args: argparse.Namespace) -> int:
         for scheme, numbers in read_tuning(path).items():
             print(f"{scheme}: {numbers}")
         return 0
+    if args.rounds < 1:
+        raise ConfigError(f"rounds={args.rounds} is out of range; give numbers from 1 on")
     check_place(path)  # before it takes a minute
     failed = 0
     measured = {}

@@ -74,8 +74,10 @@ def run(
         `keep_going` that of rank 0.
 
     Raises:
-        ConfigError: the program or the URL cannot be used.
+        ConfigError: the program, the URL or a number cannot be used.
     """
+    if not grace >= 0:
+        raise ConfigError(f"grace={grace:g} is out of range; give seconds from 0 on")
     command = _command(argv)
     with prepare(url, world_size) as plan:
         folder = None if trace_dir is None else Path(trace_dir).absolute()
@@ -367,13 +369,15 @@ class _Launcher:
             return
         try:
             await self._loop.run_in_executor(self._writer, write)
-        except OSError:
+        except OSError as error:
             # Nobody reads us any more (``| head``). What the sink still holds has to go somewhere at exit.
             with contextlib.suppress(OSError, AttributeError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), source.sink.fileno())
             if self._code == 0 and self._ending is None:
                 self._code = 128 + signal.SIGPIPE
                 self._end(signal.SIGTERM)
+                if not isinstance(error, BrokenPipeError) and source.sink is not self._err:
+                    await self._note(f"cannot write the output: {error.strerror}; ending the ranks")
 
     async def _note(self, text: str) -> None:
         await self._show(self._notes, f"ruda-async: {text}\n".encode())

@@ -75,6 +75,8 @@ def spawn(
         CollectiveTimeoutError: the seconds passed; ``missing`` has the ranks that had not returned.
         ConfigError: the URL, the number of ranks or `fn` cannot be used.
     """
+    if timeout is not None and not timeout > 0:
+        raise ConfigError(f"timeout={timeout:g} is out of range; give seconds above 0, or None")
     deadline = None if timeout is None else time.monotonic() + timeout
     with prepare(url, world_size, rank_per="task" if threads else "process") as plan:
         ranks = _Threads(plan) if threads else _Processes(plan)
@@ -304,7 +306,10 @@ def _process_main(
             message = pickle.dumps((None, error, trace))
             pickle.loads(message)
         except Exception:
-            stand_in = RuntimeError(f"{type(error).__qualname__}: {error}")
+            text = type(error).__qualname__
+            with contextlib.suppress(Exception):  # it may have no text either
+                text = f"{text}: {error}"
+            stand_in = RuntimeError(text)
             message = pickle.dumps((None, stand_in, trace))
     with pipe, contextlib.suppress(BrokenPipeError):
         pipe.send_bytes(message)

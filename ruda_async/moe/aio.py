@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from typing import Any
 
@@ -58,7 +59,7 @@ async def moe_layer(
             outcome = await outcome
         with torch.set_grad_enabled(tracking):
             result = layer.result_rows(outcome, rows, arrival, out_features, base.empty)
-    except Exception as error:
+    except (Exception, asyncio.CancelledError) as error:  # the others may wait for the way back already
         await layer.refuse(base, error)
     returned = await run_async(base, layer.back(arrival), result, timeout, arrival.any_tracks)
     with torch.set_grad_enabled(tracking):

@@ -95,7 +95,7 @@ class _Refusal:
 
     operation = "moe_layer"
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: BaseException) -> None:
         self._error = error
 
     def prepare(self, rank: int, size: int, settings: Any) -> bytes:
@@ -105,7 +105,7 @@ class _Refusal:
         raise self._error
 
 
-async def refuse(comm: AsyncCommunicator, error: Exception) -> NoReturn:
+async def refuse(comm: AsyncCommunicator, error: BaseException) -> NoReturn:
     """Raise `error`, and have the other ranks' exchange fail at once rather than wait."""
     await comm._call(_Refusal(error), None)
     raise error

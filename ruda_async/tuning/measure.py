@@ -46,6 +46,8 @@ def measure(url: str, rounds: int = 300, timeout: float = 60.0) -> Numbers:
         ConfigError, TransportUnavailableError: the URL cannot be used here.
         SpawnError: a rank failed.
     """
+    if rounds < 1:
+        raise ConfigError(f"rounds={rounds} is out of range; it is from 1 on")
     parts = split_url(url)
     if not parts.scheme:
         raise ConfigError(f"the URL {parts.text!r} names no transport; write scheme://")

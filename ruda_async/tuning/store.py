@@ -74,7 +74,7 @@ def write_tuning(path: Path, measured: Mapping[str, Numbers]) -> None:
         ConfigError: it cannot be written.
     """
     try:
-        kept = read_tuning(path)
+        kept = read_tuning(path) if path.is_file() else {}  # others (a pipe, a device) hold nothing to keep
     except ConfigError:
         kept = {}
     content = {
@@ -98,17 +98,26 @@ def check_place(path: Path) -> None:
 
 
 def _write(path: Path, text: str | None) -> None:
-    """Replace a file whole; without a text, leave it as it is, and only see that it could be done."""
-    fresh = path.with_name(f"{path.name}.{os.getpid()}")
+    """Replace a file whole; without a text, leave it as it is, and only see that it could be done.
+
+    What is no plain file (``/dev/stdout``, a named pipe) is written to, and stays what it is.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        fresh.write_text(text or "")
-        if text is None:
-            fresh.unlink()
-        else:
-            fresh.replace(path)
+        if path.exists() and not path.is_file():
+            if text is not None:
+                path.write_text(text)
+            return
+        place = path.resolve()  # a link stays one
+        fresh = place.with_name(f"{place.name}.{os.getpid()}")
+        try:
+            fresh.write_text(text or "")
+            if text is not None:
+                fresh.replace(place)
+        finally:
+            fresh.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(
             f"the tuning file {str(path)!r} cannot be written: {error.strerror}; name another by --output"

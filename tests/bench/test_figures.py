@@ -25,7 +25,7 @@ from ruda_async.bench.report import to_html
 from ruda_async.bench.results import Machine, Report, Row, this_machine
 from ruda_async.bench.shown import bandwidth, seconds, sections, times
 from ruda_async.bench.statistics import ratio, summarize
-from ruda_async.bench.svg import COLORS, line_style
+from ruda_async.bench.svg import COLORS, PATTERNS, line_style
 from ruda_async.bench.table import print_report
 
 MACHINE = Machine(
@@ -222,8 +222,11 @@ def test_texts_of_sizes_do_not_touch_and_ninth_colours_differ(report: Report) ->
     across = [float(text.attrib["x"]) for text in root.iter("text") if text.attrib["text-anchor"] == "middle"]
     assert 3 < len(across) < len(sizes)
     assert min(right - left for left, right in pairwise(across)) > 50
-    styles = {line_style(color, dashed) for color in range(2 * COLORS) for dashed in (False, True)}
-    assert len(styles) == 4 * COLORS
+    # No two of many lines look alike.
+    patterns = dict(re.findall(r"\.(\w+) \{ stroke-dasharray: ([\d ]+);", page))
+    styles = [line_style(i, peer).split() for i in range(PATTERNS * COLORS) for peer in (False, True)]
+    drawn = {(color, patterns.get(pattern, "")) for color, pattern in styles}
+    assert len(drawn) == 2 * PATTERNS * COLORS
 
 
 def test_one_size_is_not_plotted(report: Report) -> None:

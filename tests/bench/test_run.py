@@ -161,6 +161,35 @@ def test_the_command_writes_everything(tmp_path: Path, capsys: pytest.CaptureFix
     assert again.read_text() == files["markdown"].read_text()
 
 
+_SHORT = ["--url", "memory://bench", "--sizes", "8", "--quick", "--peers", "none", "--rounds", "1"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="there is no full disk to be had")
+def test_a_full_disk_costs_no_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    html = tmp_path / "page.html"
+    command = ["bench", "barrier", *_SHORT, "--block", "0.001", "--json", "/dev/full", "--html", str(html)]
+    assert main(command) == 2
+    shown = capsys.readouterr()
+    assert "barrier, 2 ranks as tasks" in shown.out
+    assert "cannot write '/dev/full': No space left on device" in shown.err
+    assert "<!doctype html>" in html.read_text()
+
+
+def test_files_that_cannot_be_written_or_read_are_told_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ruda_async.bench.driver.run_plan", lambda *_: pytest.fail("it was measured"))
+    kept, binary = tmp_path / "kept.json", tmp_path / "binary"
+    kept.write_text("of yesterday")
+    assert main(["bench", "--json", str(kept), "--html", str(tmp_path)]) == 2
+    assert "Is a directory" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["kept.json"]
+    assert kept.read_text() == "of yesterday"
+    binary.write_bytes(b"\xff\xfe\x00")
+    assert main(["bench", "--load", str(binary)]) == 2
+    assert "is not a result of" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -13,7 +13,15 @@ from rank_threads import in_threads
 from support import SCHEMES, fresh_url, run_ranks
 from torch import Tensor, nn
 
-from ruda_async import AsyncCommunicator, RudaError, TensorContractError, autograd, moe, sync
+from ruda_async import (
+    AsyncCommunicator,
+    CollectiveCancelledError,
+    RudaError,
+    TensorContractError,
+    autograd,
+    moe,
+    sync,
+)
 from ruda_async.moe import selecting
 
 WIDTH = 4
@@ -381,3 +389,37 @@ async def test_rows_shorter_than_what_goes_with_them(dtype: torch.dtype, mode: A
         assert {name: row["count"] for name, row in made.items()} == {"all_to_all_v_float": 2}
 
     await run_ranks(3, body, url=fresh_url("memory"))
+
+
+@pytest.mark.parametrize("scheme", ["memory", "tcp"])
+async def test_a_layer_that_is_cancelled_among_its_experts_ends_on_the_other_ranks(scheme: str) -> None:
+    """They have left the way there, and wait for the way back."""
+    layout = moe.ExpertLayout.of_counts([1, 1])
+    begun = asyncio.Event()
+
+    async def body(comm: AsyncCommunicator) -> None:
+        values, logits = _inputs(comm.rank, 3, 2)
+
+        async def never(rows: Tensor, counts: tuple[int, ...]) -> Tensor:
+            begun.set()
+            await asyncio.Event().wait()
+            return rows
+
+        experts = moe.per_expert(_experts(range(comm.rank, comm.rank + 1)))
+        if comm.rank:
+            with pytest.raises(CollectiveCancelledError) as caught:
+                await moe.aio.moe_layer(comm, values, logits, experts, layout, 1, timeout=30)
+            assert caught.value.rank == 0
+        else:
+            task = asyncio.ensure_future(
+                moe.aio.moe_layer(comm, values, logits, never, layout, 1, timeout=30)
+            )
+            await begun.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        # The next call is a call like any other.
+        assert (await comm.all_reduce_sum(torch.ones(1))).item() == 2
+
+    async with asyncio.timeout(20):
+        await run_ranks(2, body, url=fresh_url(scheme))

@@ -9,7 +9,7 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 import pytest
-from serving_support import Clients, Oracle, Server, served
+from serving_support import Clients, Oracle, Server, served, write_model
 
 pytestmark = pytest.mark.timeout(600)  # each process imports torch
 
@@ -127,3 +127,38 @@ async def test_workers_end_when_the_front_is_gone(model: Path) -> None:
         codes = await asyncio.gather(*(process.wait() for process in server.processes[1:]))
         assert codes == [1, 1]
         assert "no job at" in "".join(server.output)
+
+
+@pytest.mark.parametrize("gone", [False, True])
+async def test_no_expert_comes_from_another_file_than_the_others(
+    gone: bool, model: Path, oracle: Oracle, tmp_path: Path
+) -> None:
+    """The file is replaced (or deleted) while it is served; then experts are lost."""
+    path = tmp_path / "served.npz"
+    path.write_bytes(model.read_bytes())
+    async with served("shm", path, 3) as server, aiohttp.ClientSession() as session:
+        clients = Clients(server, oracle)
+        if gone:
+            path.unlink()
+        else:
+            write_model(path, seed=6)
+        server.processes[1].kill()
+        stats = await until_live(server, 2)
+        assert stats["absent"] == [0, 1, 2, 3]
+        assert "has changed or gone" in "".join(server.output)
+        lost = np.isin(oracle.experts, [0, 1, 2, 3]).any(axis=1)
+        for row in range(30):
+            code = await clients.ask(session, np.array([row]))
+            assert code == ("expert_lost" if lost[row] else "ok"), row
+
+        if not gone:  # a rank with the new model does not get in
+            stranger = await server.start(None)
+            assert await asyncio.wait_for(stranger.wait(), 180) == 1
+            assert "is another model than the front's" in "".join(server.output)
+            await until_live(server, 2)
+        path.write_bytes(model.read_bytes())
+        await server.start(None)
+        stats = await until_live(server, 3)
+        assert stats["absent"] == []
+        for row in range(30):
+            assert await clients.ask(session, np.array([row])) == "ok"

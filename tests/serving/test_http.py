@@ -57,6 +57,10 @@ async def test_answers_streams_and_errors(server: Server, oracle: Oracle) -> Non
             (b'{"images": [[1, 2]]}', 400, "bad_request"),
             (b'{"images": [["a"]]}', 400, "bad_request"),
             (json.dumps({"images": [[float("nan")] * 64]}).encode(), 400, "bad_request"),
+            (json.dumps({"images": [[1e39] * 64]}).encode(), 400, "bad_request"),
+            (json.dumps({"images": [[-1] * 64]}).encode(), 400, "bad_request"),
+            (json.dumps({"images": [["3"] * 64]}).encode(), 400, "bad_request"),
+            (json.dumps({"images": [[True] * 64]}).encode(), 400, "bad_request"),
             (json.dumps({"images": [[1] * 64], "stream": "yes"}).encode(), 400, "bad_request"),
             (json.dumps({"images": [[1] * 64] * 257}).encode(), 413, "too_large"),
             (b"x" * 1_000_000, 413, "too_large"),
@@ -66,6 +70,10 @@ async def test_answers_streams_and_errors(server: Server, oracle: Oracle) -> Non
                 assert (answer.status, (await answer.json())["error"]) == (status, code), body[:40]
         async with session.get(url) as answer:
             assert answer.status == 405
+        binary = {"Content-Type": "Application/Octet-Stream"}
+        async with session.post(url, data=oracle.pixels[:2].tobytes(), headers=binary) as answer:
+            oracle.check(np.arange(2), (await answer.json())["results"])
+        assert "Warning" not in "".join(server.output)  # what clients send wrongly is no news for the log
         assert await Clients(server, oracle).ask(session, rows[:3]) == "ok"
 
 
@@ -161,6 +169,40 @@ async def test_sigterm_answers_what_was_accepted(model: Path, oracle: Oracle) ->
             worker.send_signal(signal.SIGCONT)
             assert await asyncio.gather(*asking) == ["ok"] * 12
         assert [await asyncio.wait_for(process.wait(), 60) for process in server.processes] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_second_signal_ends_the_front_without_a_word(number: signal.Signals, model: Path) -> None:
+    async with served("shm", model, 2) as server:
+        host, port = server.base.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = "POST /v1/classify HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 9\r\n\r\n"
+        writer.write(head.encode())
+        assert b"100 Continue" in await reader.readline()  # the body is awaited
+        server.processes[1].send_signal(signal.SIGSTOP)
+        rows = np.zeros((1, 64), np.float32).tobytes()
+        async with aiohttp.ClientSession() as session:
+            url, kind = f"{server.base}/v1/classify", {"Content-Type": "application/octet-stream"}
+            stuck = asyncio.ensure_future(session.post(url, data=rows, headers=kind))
+            await server.until(lambda s: s["in_flight"] > 0)
+            server.processes[0].send_signal(number)
+            await server.until(lambda s: s["draining"])
+            server.processes[0].send_signal(number)
+            assert await asyncio.wait_for(server.processes[0].wait(), 60) == -number
+            await asyncio.gather(stuck, return_exceptions=True)
+        writer.close()
+    assert "Traceback" not in "".join(server.output)
+
+
+async def test_a_front_that_waits_for_ranks_ends_when_it_is_told(model: Path) -> None:
+    server = Server("shm", model, 2)
+    try:
+        front = await server.start(0)
+        await server.until(lambda s: not s["ready"])
+        front.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(front.wait(), 30) == 0  # and not only when connecting times out
+    finally:
+        await server.end()
 
 
 #: A worker that gets signals while it serves and after that, until the interpreter has ended.

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from digits_moe import Sizes, load
 from hypothesis import given
 from hypothesis import strategies as st
 from serve_moe.batching import Batcher, RefusedError, Work
+from serve_moe.generation import Generation, follow
 from serve_moe.placement import Placement
+from serve_moe.rank import one_signal_ignored
+
+import ruda_async
 
 
 @given(st.integers(1, 20), st.integers(1, 9))
@@ -108,3 +118,87 @@ async def test_a_request_ends_with_its_first_error() -> None:
     assert (await anext(parts))[0] == 0
     with pytest.raises(RefusedError, match="first"):
         await anext(parts)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"format": np.array("another/1")}, "not of the format"),
+        ({"sizes": np.array([8, 2, 64])}, "its sizes are"),
+        ({"sizes": np.array([8, 9, 64, 64])}, "its sizes are"),
+        ({"sizes": np.array([8, 2, 10**9, 10**9])}, "its input.weight is float32"),
+        ({"experts.7.up.weight": None}, "it has no experts.7.up.weight"),
+        ({"experts.7.up.weight": np.full((64, 64), np.nan, np.float32)}, "not finite"),
+        ({"router.weight": np.array(["a"])}, "its router.weight is <U1"),
+    ],
+)
+def test_a_model_of_another_layout_is_no_model(
+    change: dict[str, Any], text: str, model: Path, tmp_path: Path
+) -> None:
+    with np.load(model) as file:
+        arrays = {**file, **change}
+    path = tmp_path / "other.npz"
+    np.savez(path, **{name: array for name, array in arrays.items() if array is not None})
+    with pytest.raises(ValueError, match=text):
+        load(path)
+
+
+@pytest.mark.parametrize("damage", ["empty", "text", "short", "flipped", "array"])
+def test_a_damaged_file_is_no_model(damage: str, model: Path, tmp_path: Path) -> None:
+    path, whole = tmp_path / "damaged.npz", model.read_bytes()
+    half = len(whole) // 2
+    flipped = whole[:half] + bytes([whole[half] ^ 255]) + whole[half + 1 :]
+    path.write_bytes({"empty": b"", "text": b"hello", "short": whole[:half]}.get(damage, flipped))
+    if damage == "array":
+        with path.open("wb") as file:
+            np.save(file, np.zeros(3))
+    with pytest.raises(ValueError, match=r"not of the format|damaged"):
+        load(path)
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_worker_ignores_a_signal_only_while_it_is_needed(joined: bool) -> None:
+    """One that knocks at a job which is no more ends at once, and does not wait to be killed."""
+    came: list[int] = []
+    former = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+        with one_signal_ignored(lambda: joined):
+            signal.raise_signal(signal.SIGTERM)
+            assert came == ([] if joined else [signal.SIGTERM])
+            signal.raise_signal(signal.SIGTERM)
+            assert came[-1:] == [signal.SIGTERM]
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+async def test_a_worker_forgets_a_batch_when_the_front_says_so() -> None:
+    """The exchange alone does not always end it: that where the front was cancelled may be over there."""
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    class Exchange:
+        async def run(self, shard: Any, number: int, tokens: Any) -> Any:
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+
+    shard: Any = SimpleNamespace(model=SimpleNamespace(sizes=Sizes(), router=torch.nn.Linear(64, 8)))
+
+    async def rank(number: int) -> None:
+        async with ruda_async.connect("memory://forgetting", rank=number, world_size=2) as comm:
+            if number:
+                assert await follow(Generation(comm, None, shard, Exchange(), None)) is None  # type: ignore[arg-type]
+                return
+            control = comm.channel("control")
+            await control.broadcast_object({"do": "batch", "number": 1}, 0)
+            await begun.wait()
+            await control.broadcast_object({"do": "forget", "number": 1}, 0)
+            await ended.wait()
+            await control.broadcast_object({"do": "forget", "number": 1}, 0)  # it has left already
+            await control.broadcast_object({"do": "stop"}, 0)
+
+    async with asyncio.timeout(30):
+        await asyncio.gather(rank(0), rank(1))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from ruda_async.tuning import (
     with_numbers,
     write_tuning,
 )
+from ruda_async.tuning.store import check_place
 
 NUMBERS = Numbers(1e-5, 2e-6, 3e9, 4e9)
 OTHER = Numbers(5e-5, 0.0, 6e8, 7e9)
@@ -42,6 +45,26 @@ def test_what_is_written_is_read(path: Path) -> None:
     write_tuning(path, {"net": OTHER})
     assert read_tuning(path) == {"net": OTHER, "ring": OTHER}
     assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_what_is_no_plain_file_stays_what_it_is(tmp_path: Path) -> None:
+    """Run as root, ``tune --output /dev/stdout`` would else put a file in the device's place."""
+    link, place = tmp_path / "link.json", tmp_path / "place.json"
+    link.symlink_to(place)
+    write_tuning(link, {"net": NUMBERS})
+    assert link.is_symlink()
+    assert read_tuning(place) == {"net": NUMBERS}
+
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        check_place(pipe)
+        write_tuning(pipe, {"net": NUMBERS})
+        assert stat.S_ISFIFO(pipe.stat().st_mode)
+        assert "net" in json.loads(os.read(reader, 1 << 16))["transports"]
+    finally:
+        os.close(reader)
 
 
 def test_a_named_file_has_to_serve(path: Path) -> None:
