@@ -181,7 +181,7 @@ class Operation:
         try:
             return self.heap.regions.open(self._members[peer], number)
         except RegionDestroyed:
-            raise  # with the call, which the peer has given up: `is_given_up`
+            raise  # with the call, which the peer has given up: `given_up_by`
         except LookupError:
             raise ProtocolError(
                 f"{self}: rank {peer} offers memory that it does not have", rank=peer
@@ -226,17 +226,18 @@ class Operation:
             if self._native is not None:
                 self._native.fail(error, here)
 
-    def is_given_up(self, error: BaseException) -> bool:
-        """Whether `error` comes of a peer that gave up in this call, and whose reason is still to be heard.
+    def given_up_by(self, error: BaseException) -> int | None:
+        """The job's rank that gave up in this call, if that led to `error` and its reason is not heard yet.
 
         It takes back the messages that have not left; then others miss one, or meet a later one in its place.
         Its shared memory is gone for whoever comes late.
         """
-        if self.error is not None:
-            return False
-        if isinstance(error, UnexpectedMessage):
-            return _place(error.head) != _place(error.expected_head)
-        return isinstance(error, TakenBack | RegionDestroyed)
+        if self.error is None:
+            if isinstance(error, TakenBack | RegionDestroyed):
+                return error.peer
+            if isinstance(error, UnexpectedMessage) and _place(error.head) != _place(error.expected_head):
+                return error.peer
+        return None
 
     async def reason(self, member: int) -> None:
         """Wait for a peer's word, the deadline, or that the job's rank `member` leaves: it ends this call."""

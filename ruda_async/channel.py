@@ -26,7 +26,7 @@ from .errors import (
 from .observe.logs import log, operation_fields
 from .point_to_point import PointToPoint
 from .tags import SEQUENCES, is_past
-from .transport.base import Capabilities, Envelope, TakenBack, UnexpectedMessage
+from .transport.base import Capabilities, Envelope, UnexpectedMessage
 
 if TYPE_CHECKING:
     from .collectives.operation import Settings
@@ -104,11 +104,11 @@ class Channel:
     async def _last_words(self, operation: Operation, error: BaseException) -> BaseException:
         """Let a peer that left in order, or gave up, be heard first: it says why."""
         try:
-            if operation.is_given_up(error):
-                assert isinstance(error, TakenBack | UnexpectedMessage)
-                if error.peer in self.node.left:
-                    return notices.left_without_a_word(error.peer)
-                await operation.reason(error.peer)
+            member = operation.given_up_by(error)
+            if member is not None:
+                if member in self.node.left:
+                    return notices.left_without_a_word(member)
+                await operation.reason(member)
             elif isinstance(error, PeerLostError) and error.orderly:
                 for _ in range(_LAST_WORDS):
                     if operation.error is None:
