@@ -87,6 +87,8 @@ class PointToPoint:
         self._tags: dict[int, int] = {}
         self._turns: dict[tuple[int, int], _Turn] = {}
         self._unclaimed = Unclaimed(channel.node.transport)
+        #: Whose message `recv_any` took last: the next of those that are ready has its turn.
+        self._last = channel.size - 1
 
     async def send(self, value: Any, dest: int, tag: int, timeout: float) -> None:
         """Send a tensor to group rank `dest`."""
@@ -179,10 +181,11 @@ class PointToPoint:
                 good = [task for task in done if task.exception() is None]
                 if not good and not pending:
                     done.pop().result()  # every peer is lost
-                found = min(good, key=lambda task: probes[task], default=None)
+                found = min(good, key=lambda task: (probes[task] - self._last - 1) % channel.size, default=None)
             for task in pending:
                 task.cancel()
             await asyncio.gather(*pending, return_exceptions=True)
+            self._last = probes[found]
             yield probes[found], found.result()
         finally:
             for task in probes:

@@ -106,6 +106,22 @@ async def test_expired_receive_loses_nothing(url: str, count: int) -> None:
     await run_ranks(2, body, url=url)
 
 
+async def test_a_receive_from_any_rank_passes_nobody_over(url: str) -> None:
+    """Of ranks whose messages are all there, each has its turn."""
+
+    async def body(comm: AsyncCommunicator) -> None:
+        if comm.rank == 0:
+            await comm.barrier()
+            sources = [(await comm.recv_any())[1] for _ in range(12)]
+            assert sources == [1, 2, 3] * 4
+        else:
+            for i in range(4):
+                await comm.send(np.full(2, float(i)), 0)
+            await comm.barrier()
+
+    await run_ranks(4, body, url=url)
+
+
 @pytest.mark.parametrize("any_source", [False, True])
 async def test_a_send_that_is_cancelled_in_any_moment_gives_way_to_the_next(
     url: str, any_source: bool
