@@ -192,6 +192,7 @@ def test_ranks_that_ignore_sigterm_are_killed(script: Callable[[str], str], fifo
     done = launch("-n", "2", "--grace", "0.2", path)
     assert done.returncode == 5
     assert time.monotonic() - start < 15
+    assert b"rank 0 did not end within 0.2 s of SIGTERM and is killed" in done.stderr
 
 
 def test_a_launcher_inside_a_rank(script: Callable[[str], str]) -> None:

@@ -165,6 +165,7 @@ class _Launcher:
         self._signal: signal.Signals | None = None
         self._signals_seen = 0
         self._ending: asyncio.Task[None] | None = None
+        self._farewell: asyncio.Task[None] | None = None
         #: Since when a pump waits for output; those that are writing are not here.
         self._reading: dict[asyncio.Task[None] | None, float] = {}
         # One thread writes, so that a slow reader of our output holds up nothing else here.
@@ -282,6 +283,11 @@ class _Launcher:
         for number in steps:
             self._kill(number)
             await asyncio.sleep(self._grace)
+        late = ", ".join(str(rank.rank) for rank in self._ranks if rank.process.returncode is None)
+        if late:
+            # On its own: killing waits for nobody who reads us.
+            text = f"rank {late} did not end within {self._grace:g} s of {steps[-1].name} and is killed"
+            self._farewell = self._loop.create_task(self._note(text))
         self._kill(signal.SIGKILL)
 
     def _kill(self, number: signal.Signals) -> None:
