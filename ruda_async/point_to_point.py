@@ -181,7 +181,9 @@ class PointToPoint:
                 good = [task for task in done if task.exception() is None]
                 if not good and not pending:
                     done.pop().result()  # every peer is lost
-                found = min(good, key=lambda task: (probes[task] - self._last - 1) % channel.size, default=None)
+                found = min(
+                    good, key=lambda task: (probes[task] - self._last - 1) % channel.size, default=None
+                )
             for task in pending:
                 task.cancel()
             await asyncio.gather(*pending, return_exceptions=True)

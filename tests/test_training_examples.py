@@ -150,7 +150,7 @@ def test_a_saved_model_is_whole_and_loads_in_parts(digits_moe: ModuleType, tmp_p
     with pytest.raises(ValueError, match="experts 0 to 5"):
         digits_moe.load(path, range(4, 8))
     np.savez(tmp_path / "other.npz", format=np.array("other"))
-    with pytest.raises(ValueError, match="not a model"):
+    with pytest.raises(ValueError, match="not of the format"):
         digits_moe.load(tmp_path / "other.npz")
 
 

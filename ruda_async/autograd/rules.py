@@ -16,6 +16,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from ..collectives import all_to_all_v as exchanges
 from ..communicator import AsyncCommunicator
 from ..errors import TensorContractError
 
@@ -177,19 +178,32 @@ class AllToAll(_Remote):
 
 
 class AllToAllV(_Remote):
-    """The uneven exchange of rows; the received counts, known after `run`, drive the way back."""
+    """The uneven exchange of rows; the received counts, known after `run`, drive the way back.
 
-    __slots__ = ("name", "receive_counts", "send_counts")
+    `name` and `purpose` are those of the request.
+    """
 
-    def __init__(self, send_counts: Sequence[int], name: str = "all_to_all_v") -> None:
+    __slots__ = ("name", "purpose", "receive_counts", "send_counts")
+
+    def __init__(
+        self,
+        send_counts: Sequence[int],
+        name: str = "all_to_all_v",
+        purpose: str = "",
+    ) -> None:
         self.send_counts = send_counts
         self.receive_counts: tuple[int, ...] = ()
         self.name = name
+        self.purpose = purpose
 
     async def run(self, comm: AsyncCommunicator, value: Tensor, timeout: float | None) -> Tensor:
-        exchange = await getattr(comm, self.name)(value, self.send_counts, timeout=timeout)
+        kind = self.name.removeprefix("all_to_all_v").removeprefix("_") or None
+        request = exchanges.AllToAllV(
+            value, self.send_counts, kind=kind, name=self.name, purpose=self.purpose
+        )
+        exchange = await comm._call(request, timeout)
         self.receive_counts = exchange.receive_counts
-        return cast(Tensor, exchange.value)
+        return exchange.value
 
     def transposed(self, gradient: Tensor, size: int) -> tuple[Rule, Tensor]:
         return AllToAllV(self.receive_counts), gradient

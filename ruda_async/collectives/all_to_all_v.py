@@ -241,6 +241,7 @@ def _plan(
     name: str,
     algorithm: str | None,
     max_bytes: int | None,
+    purpose: str,
 ) -> Plan:
     check_kind(name, kind, dtype)
     spec = TensorSpec(dtype, (0, *trailing))
@@ -250,7 +251,8 @@ def _plan(
             f"{name}: one row of {dtype} {list(trailing)} has {unit} bytes, more than the budget of "
             f"max_bytes={max_bytes}, and rows travel whole; use bounded({unit}) or more"
         )
-    head = agreed("all_to_all_v", dtype, trailing, algorithm, max_bytes)
+    detail = (("purpose", purpose),) if purpose else ()
+    head = agreed("all_to_all_v", dtype, trailing, algorithm, max_bytes, detail)
     return Plan("all_to_all_v", unit, spec, head, unit)
 
 
@@ -266,6 +268,7 @@ class AllToAllV(Generic[T]):
             and on the ranks that are not done yet.
         kind: ``"float"`` or ``"int"`` to refuse the other.
         name: the method called, for error texts.
+        purpose: what the exchange is for, where ranks that are one call apart must not pair; the same on all.
 
     The result is ``VariableTensorExchange([sum(receive_counts), …], receive_counts)``, rows in the order
     of their sources. Every rank enters, with zero rows too.
@@ -283,6 +286,7 @@ class AllToAllV(Generic[T]):
         "_kind",
         "_out",
         "_plan",
+        "_purpose",
         "_target",
         "_value",
         "operation",
@@ -296,11 +300,13 @@ class AllToAllV(Generic[T]):
         out: T | None = None,
         kind: str | None = None,
         name: str = "all_to_all_v",
+        purpose: str = "",
     ) -> None:
         self._value = value
         self._counts = send_counts
         self._out = out
         self._kind = kind
+        self._purpose = purpose
         self.operation = name
         self._adapter: TensorAdapter[T]
         self._plan: Plan
@@ -318,7 +324,9 @@ class AllToAllV(Generic[T]):
         dtype, shape = adapter.spec(self._value)
         if not shape:
             check_leading_axis(name, shape)
-        self._plan = plan = _plan(dtype, shape[1:], self._kind, name, settings.algorithm, settings.max_bytes)
+        self._plan = plan = _plan(
+            dtype, shape[1:], self._kind, name, settings.algorithm, settings.max_bytes, self._purpose
+        )
         self._counts = check_counts(name, self._counts, size, shape[0])
         if self._out is not None:
             self._target = rows_into(name, adapter, self._out, plan.result)

@@ -87,7 +87,7 @@ def start(
     tracking = torch.is_grad_enabled()
     flags = (TOKENS if tracking and tokens.requires_grad else 0) | (GRAD_MODE if tracking else 0)
     rows, counts = with_notes(tokens, assigned, layout, flags, comm.empty)
-    return Departure(assigned, rows, AllToAllV(counts, "all_to_all_v_float"))
+    return Departure(assigned, rows, AllToAllV(counts, "all_to_all_v_float", "dispatch"))
 
 
 class _Refusal:
@@ -161,4 +161,4 @@ def result_rows(
 
 def back(arrival: Arrival) -> AllToAllV:
     """The inverse exchange."""
-    return AllToAllV(arrival.send_counts, "all_to_all_v_float")
+    return AllToAllV(arrival.send_counts, "all_to_all_v_float", "combine")

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from rank_threads import in_threads
-from support import SCHEMES, fresh_url, run_ranks
+from support import SCHEMES, fresh_url, outcome, run_ranks
 from torch import Tensor, nn
 
 from ruda_async import (
     AsyncCommunicator,
     CollectiveCancelledError,
+    CollectiveMismatchError,
     RudaError,
     TensorContractError,
     autograd,
@@ -23,6 +24,7 @@ from ruda_async import (
     sync,
 )
 from ruda_async.moe import selecting
+from ruda_async.moe.layer import start
 
 WIDTH = 4
 
@@ -423,3 +425,21 @@ async def test_a_layer_that_is_cancelled_among_its_experts_ends_on_the_other_ran
 
     async with asyncio.timeout(20):
         await run_ranks(2, body, url=fresh_url(scheme))
+
+
+async def test_ranks_that_are_an_exchange_apart_do_not_pair() -> None:
+    """The way back of one layer meets the way out of the next: an error on both, and not wrong rows."""
+
+    async def body(comm: AsyncCommunicator) -> object:
+        layout, tokens = moe.ExpertLayout.even(2, 2), torch.ones(4, WIDTH)
+        logits = torch.arange(8.0).view(4, 2).sin()
+        if comm.rank == 1:  # it gave up its first layer between the exchanges, and nobody was told
+            _, rows, rule = start(comm, tokens, logits, layout, 2, {})
+            await rule.run(comm, rows, 5)
+        return await outcome(
+            moe.aio.moe_layer(comm, tokens, logits, lambda rows, _: rows, layout, 2, timeout=5)
+        )
+
+    for error in await run_ranks(2, body):
+        assert isinstance(error, CollectiveMismatchError)
+        assert error.field == "purpose"
