@@ -11,7 +11,7 @@ import pytest
 from support import SCHEMES, fresh_url
 
 #: How calls that were given up, here or elsewhere, end.
-WAYS = {"right", "CancelledError", "CollectiveCancelledError", "CollectiveTimeoutError"}
+WAYS = {"right", "TimeoutError", "CancelledError", "CollectiveCancelledError", "CollectiveTimeoutError"}
 PROGRAM = str(Path(__file__).parents[1] / "cancel_ranks.py")
 
 
@@ -33,9 +33,9 @@ def test_large_calls_that_are_given_up(scheme: str, seed: int) -> None:
         for rank in ranks:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0] * world
-    for text in said:
-        ends = literal_eval(text)
-        assert ends["bystander"] > 50, ends
-        assert {"right", "CancelledError", "CollectiveCancelledError", "CollectiveTimeoutError"} <= set(
-            ends
-        ), ends
+    ends = [literal_eval(text) for text in said]
+    for rank in ends:
+        assert rank.pop("bystander") > 50, ends
+        assert rank.keys() <= WAYS, ends
+    # Of all ranks: a slow machine makes few calls, and one of them may miss a way.
+    assert set().union(*ends) == WAYS, ends
