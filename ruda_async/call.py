@@ -115,7 +115,7 @@ class Operation:
         stream = peer << 4 | lane
         place = self._sends.get(stream, 0)
         self._sends[stream] = place + 1
-        head = _PLACES[place & 255] if place else self.head
+        head = self._head_at(place)
         for buffer in buffers:
             self.sent += buffer.nbytes
         return self._transport.send(self._members[peer], self._tag | lane, buffers, head)
@@ -127,7 +127,7 @@ class Operation:
         stream = peer << 4 | lane
         place = self._receives.get(stream, 0)
         self._receives[stream] = place + 1
-        head = _PLACES[place & 255] if place else self.head
+        head = self._head_at(place)
         for buffer in buffers:
             self.received += buffer.nbytes
         return self._transport.recv_into(self._members[peer], self._tag | lane, buffers, head)
@@ -137,8 +137,7 @@ class Operation:
         if self.error is not None:
             raise self.error
         member, tag = self._members[peer], self._tag | lane
-        place = self._receives.get(peer << 4 | lane, 0)
-        expected = _PLACES[place & 255] if place else self.head
+        expected = self._head_at(self._receives.get(peer << 4 | lane, 0))
         waiting = self._transport.probe(member, tag)
         if type(waiting) is Ready:
             envelope: Envelope = waiting.value
@@ -146,6 +145,10 @@ class Operation:
                 raise UnexpectedMessage(member, tag, envelope, expected, envelope.nbytes)
             return waiting
         return self._checked(waiting, member, tag, expected)
+
+    def _head_at(self, place: int) -> bytes:
+        """The head of a stream's message at this place, counted from 0."""
+        return _PLACES[place & 255] if place else self.head
 
     async def _checked(
         self, waiting: Awaitable[Envelope], member: int, tag: int, expected: bytes

@@ -140,7 +140,7 @@ class Channel:
         if self.announced:
             failure = self.announced.get(operation.sequence % SEQUENCES)
             if failure is not None:
-                operation.fail(self._from_peer(operation, failure))
+                operation.fail(self._as_seen_here(operation, failure))
         if self.lost is not None:
             assert self.lost.rank is not None
             operation.fail(notices.lost_in_call(operation, self.lost, self.lost.rank))
@@ -153,8 +153,7 @@ class Channel:
         node = self.node
         if operation.error is None:
             final, failure = self._diagnose(operation, error)
-            operation.fail(failure.as_error(str(operation), self.rank))
-            node.announce(self, operation.sequence, failure)
+            self._fail_everywhere(operation, failure)
         # Whatever came up here is that failure or a consequence of it; only a cancelled task stays one.
         elif isinstance(error, asyncio.CancelledError):
             final = error
@@ -201,7 +200,7 @@ class Channel:
             self.node.flight.trigger(f"rank {failure.culprit} gave up on a call: {failure.text}")
         if operation is not None:
             if operation.error is None:
-                operation.fail(self._from_peer(operation, failure), here=False)
+                operation.fail(self._as_seen_here(operation, failure), here=False)
         elif not is_past(sequence, self.next) and len(self.announced) < 4096:
             self.announced[sequence] = failure
 
@@ -226,8 +225,7 @@ class Channel:
             return
         error = UnexpectedMessage(self.members[peer], 0, Envelope(head, 0), operation.head, 0)
         failure = notices.mismatch(self.rank, peer, error)
-        operation.fail(failure.as_error(str(operation), self.rank))
-        self.node.announce(self, operation.sequence, failure)
+        self._fail_everywhere(operation, failure)
 
     def on_lost(self, member: int, error: PeerLostError) -> None:
         """The job's rank `member` died; if it is one of ours, nothing can finish any more."""
@@ -244,8 +242,7 @@ class Channel:
         for operation in list(self.active.values()):
             if operation.error is None and operation.silent == member:
                 _, failure = self._diagnose(operation, notices.left_without_a_word(member))
-                operation.fail(failure.as_error(str(operation), self.rank))
-                self.node.announce(self, operation.sequence, failure)
+                self._fail_everywhere(operation, failure)
 
     def _fail_transfers(self) -> None:
         """End sends and receives in flight, for the reason that `ended` gives."""
@@ -278,7 +275,12 @@ class Channel:
         )
         self.node.announce(self, operation.sequence, failure)
 
-    def _from_peer(self, operation: Operation, failure: notices.Failure) -> RudaError:
+    def _fail_everywhere(self, operation: Operation, failure: notices.Failure) -> None:
+        """End a call, here and, by a notice, on the other ranks."""
+        operation.fail(self._as_seen_here(operation, failure))
+        self.node.announce(self, operation.sequence, failure)
+
+    def _as_seen_here(self, operation: Operation, failure: notices.Failure) -> RudaError:
         return failure.as_error(str(operation), self.rank)
 
     def is_stale(self, sequence: int) -> bool:

@@ -185,19 +185,14 @@ class AllToAllV(_Remote):
 
     __slots__ = ("name", "purpose", "receive_counts", "send_counts")
 
-    def __init__(
-        self,
-        send_counts: Sequence[int],
-        name: str = "all_to_all_v",
-        purpose: str = "",
-    ) -> None:
+    def __init__(self, send_counts: Sequence[int], name: str = "all_to_all_v", purpose: str = "") -> None:
         self.send_counts = send_counts
         self.receive_counts: tuple[int, ...] = ()
         self.name = name
         self.purpose = purpose
 
     async def run(self, comm: AsyncCommunicator, value: Tensor, timeout: float | None) -> Tensor:
-        kind = self.name.removeprefix("all_to_all_v").removeprefix("_") or None
+        kind = self.name.partition("_v_")[2] or None
         request = exchanges.AllToAllV(
             value, self.send_counts, kind=kind, name=self.name, purpose=self.purpose
         )

@@ -15,7 +15,7 @@ from ..errors import (
 )
 from ..installing import how_to_install
 from . import wire
-from .addresses import listen_for_ranks, reachable_address, resolve
+from .addresses import listen_for_ranks, no_address, reachable_address, resolve
 from .base import (
     DONE,
     MAX_HEAD,
@@ -125,6 +125,7 @@ __all__ = [
     "listen_for_ranks",
     "merge_parameters",
     "never_stale",
+    "no_address",
     "no_peer",
     "param",
     "prove",

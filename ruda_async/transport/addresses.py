@@ -9,12 +9,19 @@ import socket
 from functools import partial
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, ProtocolError
 from .job import Job
 from .mesh import MAX_STRANGERS
 from .threads import in_thread
 
-__all__ = ["listen_for_ranks", "reachable_address", "resolve"]
+__all__ = ["listen_for_ranks", "no_address", "reachable_address", "resolve"]
+
+
+def no_address(rank: int) -> ProtocolError:
+    """What to raise where what `rank` sent at the meeting does not say how it is reached."""
+    return ProtocolError(
+        f"rank {rank} sent no usable address; see that all ranks have the same URL and version", rank=rank
+    )
 
 
 async def listen_for_ranks(job: Job, bind: str = "") -> socket.socket:

@@ -27,6 +27,7 @@ from ruda_async.transport import (
     ProtocolError,
     Spin,
     Terms,
+    no_address,
 )
 
 from .regions import SharedRegions
@@ -66,10 +67,7 @@ class _Peer(NamedTuple):
             if type(address) is not str or not all(type(n) is int and n >= 0 for n in (pid, eager, early)):
                 raise ValueError
         except (ValueError, TypeError, msgpack.UnpackException):
-            raise ProtocolError(
-                f"rank {rank} sent no usable address; see that all ranks have the same URL and version",
-                rank=rank,
-            ) from None
+            raise no_address(rank) from None
         return cls(address, pid, Terms(eager, early))
 
     def endpoint(self) -> Endpoint:

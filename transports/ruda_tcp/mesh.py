@@ -15,9 +15,9 @@ from ruda_async.transport import (
     Endpoint,
     Job,
     Mesh,
-    ProtocolError,
     Terms,
     listen_for_ranks,
+    no_address,
     reachable_address,
     resolve,
 )
@@ -52,10 +52,7 @@ class _Peer(NamedTuple):
                 raise ValueError
             ipaddress.ip_address(host)
         except (ValueError, TypeError, msgpack.UnpackException):
-            raise ProtocolError(
-                f"rank {rank} sent no usable address; see that all ranks have the same URL and version",
-                rank=rank,
-            ) from None
+            raise no_address(rank) from None
         return cls(host, port, Terms(eager, early))
 
     def endpoint(self, job: Job) -> Endpoint:

@@ -21,12 +21,12 @@ from ruda_async.transport import (
     Job,
     Mesh,
     PeerLostError,
-    ProtocolError,
     Spin,
     Terms,
     Transport,
     in_thread,
     listen_for_ranks,
+    no_address,
     reachable_address,
     read_exactly,
     resolve,
@@ -100,10 +100,7 @@ class _Peer(NamedTuple):
                 raise ValueError
             ipaddress.ip_address(host)
         except (ValueError, TypeError, msgpack.UnpackException):
-            raise ProtocolError(
-                f"rank {rank} sent no usable address; see that all ranks have the same URL and version",
-                rank=rank,
-            ) from None
+            raise no_address(rank) from None
         return cls(host, port, Terms(eager, early), worker, ucx_port, machine, spaces)
 
     def endpoint(self, job: Job) -> Endpoint:
@@ -272,9 +269,7 @@ async def _tell_again(
             f"rank {job.rank}: rank {rank} died while it joined: {error}", rank=rank
         ) from None
     except (ValueError, TypeError, msgpack.UnpackException):
-        raise ProtocolError(
-            f"rank {rank} sent no usable address; see that all ranks have the same URL and version", rank=rank
-        ) from None
+        raise no_address(rank) from None
     return found
 
 
