@@ -56,13 +56,14 @@ class Feed:
         readers: group ranks.
         block: bytes per block.
         place: where the peers see `data`, or None to go through slots.
+        filled: `data` is there already, so that a reader finds as much as can be with the offer.
     """
 
     __slots__ = (
         "_block",
-        "_board",
         "_counters",
         "_data",
+        "_filled",
         "_link",
         "_place",
         "_slots",
@@ -72,13 +73,20 @@ class Feed:
     )
 
     def __init__(
-        self, link: Link, data: memoryview, readers: Sequence[int], block: int, place: Place | None
+        self,
+        link: Link,
+        data: memoryview,
+        readers: Sequence[int],
+        block: int,
+        place: Place | None,
+        *,
+        filled: bool = True,
     ) -> None:
         self._link = link
         self._data = data
         self._block = block
         self._place = place
-        self._board = 0
+        self._filled = filled
         self.readers = readers
         self.blocks = -(-len(data) // block) if readers else 0
         self.published = 0
@@ -100,16 +108,24 @@ class Feed:
         self._slots = memory[lines:]
         if self._place is None:
             source, start = 0, at + lines
+            if self._filled and self.blocks:
+                self._count(self._fill())
         else:
             source, start = self._place
+            if self._filled:
+                self._count(self.blocks)
         return [Offer(board, at + 2 * _LINE * i, source, start) for i in range(len(self.readers))]
 
     def publish(self, count: int) -> None:
-        """Blocks up to `count` may be read in place."""
-        self.published = count
-        for i, reader in enumerate(self.readers):
-            self._counters[16 * i] = count
+        """Blocks up to `count` may be read."""
+        self._count(count)
+        for reader in self.readers:
             self._link.signal(reader)
+
+    def _count(self, published: int) -> None:
+        self.published = published
+        for i in range(len(self.readers)):
+            self._counters[16 * i] = published
 
     @property
     def in_place(self) -> bool:
@@ -125,11 +141,15 @@ class Feed:
 
     def copy_next(self) -> None:
         """Copy the next block into its slot, which is free, and publish it."""
+        self.publish(self._fill())
+
+    def _fill(self) -> int:
+        """Copy the next block into its slot; how many are there then."""
         start = self.published * self._block
         piece = self._data[start : start + self._block]
         at = self.published % SLOTS * self._block
         self._slots[at : at + len(piece)] = piece
-        self.publish(self.published + 1)
+        return self.published + 1
 
     async def wait_room(self) -> None:
         """Wait until the next block has a free slot."""

@@ -119,7 +119,7 @@ class _Reduction:
                 for peer in self.peers
                 for start, end in (self.parts[peer],)
             }
-            self.results = Feed(link, self.own, self.receivers, self.block, place_out)
+            self.results = Feed(link, self.own, self.receivers, self.block, place_out, filled=False)
             with boarded(link, [*self.inputs.values(), self.results]) as offers:
                 await self._run(offers)
 
@@ -147,13 +147,7 @@ class _Reduction:
     async def _flow(self) -> None:
         # Waits are only for what peers do in the same or an earlier step, so nobody waits in a circle.
         feeds = list(self.inputs.values())
-        for feed in feeds:
-            if feed.in_place:
-                feed.publish(feed.blocks)
         staged = [feed for feed in feeds if not feed.in_place]
-        for feed in staged:
-            if feed.published < feed.blocks:
-                feed.copy_next()
         for step in range(self.steps):
             for feed in staged:  # one block ahead of what is read
                 if feed.published < min(step + 2, feed.blocks):

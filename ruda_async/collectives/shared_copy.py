@@ -124,13 +124,7 @@ async def _flow(
     try:
         for peer, offer in offers.items():
             taps.append((Tap(link, peer, offer, len(incoming[peer]), block), incoming[peer]))
-        for feed in feeds:
-            if feed.in_place:
-                feed.publish(feed.blocks)
         staged = [feed for feed in feeds if not feed.in_place]
-        for feed in staged:
-            if feed.blocks:
-                feed.copy_next()
         if local is not None:
             await copy_all(link, *local)
         turned = perf_counter()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -38,11 +41,11 @@ class Assignment(NamedTuple):
     """Which token goes where; as `Dispatch`, without the rows.
 
     Attributes:
-        source: int64 ``[tokens*k]``: the token of each row.
+        source: int64 ``[tokens*k]``, a numpy array: the token of each row.
         expert_counts, send_counts, positions, weights: as there.
     """
 
-    source: Tensor
+    source: npt.NDArray[np.int64]
     expert_counts: tuple[int, ...]
     send_counts: tuple[int, ...]
     positions: Tensor
@@ -61,7 +64,8 @@ def dispatch(tokens: Tensor, routing: Routing, layout: ExpertLayout, empty: Empt
         TensorContractError: `routing` does not fit `tokens` or `layout`.
     """
     assigned = assign(tokens, routing, layout)
-    return Dispatch(select(tokens, assigned.source, empty), *assigned[1:])
+    source = torch.from_numpy(assigned.source).to(tokens.device)
+    return Dispatch(select(tokens, source, empty), *assigned[1:])
 
 
 def assign(tokens: Tensor, routing: Routing, layout: ExpertLayout) -> Assignment:
@@ -76,21 +80,27 @@ def assign(tokens: Tensor, routing: Routing, layout: ExpertLayout) -> Assignment
     if experts.is_floating_point() or experts.dtype == torch.bool:
         raise TensorContractError(f"experts are integers, not {experts.dtype}")
     count, k = experts.shape
-    if experts.numel():
-        low, high = (int(n) for n in experts.aminmax())
-        if low < 0 or high >= layout.experts:
-            raise TensorContractError(
-                f"routing names expert {low if low < 0 else high}; {layout} has 0 to {layout.experts - 1}"
-            )
-    ascending = experts.long().argsort(dim=-1, stable=True)
-    flat = experts.long().gather(-1, ascending).reshape(-1)
-    order = flat.argsort(stable=True)  # assignments, by expert and then by token
-    positions = torch.empty_like(order)
-    positions[order] = torch.arange(len(order), device=order.device)
-    source = order.div(max(k, 1), rounding_mode="floor")
-    counts = tuple(torch.bincount(flat, minlength=layout.experts).tolist())
-    sends = tuple(sum(counts[a:b]) for a, b in zip(layout.prefix, layout.prefix[1:], strict=False))
-    return Assignment(source, counts, sends, positions.view(count, k), weights.gather(-1, ascending))
+    # numpy's calls cost a fraction of torch's, and the counts have to come to the host anyway.
+    chosen = experts.detach().long().cpu().numpy()
+    if int(chosen.view(np.uint64).max(initial=0)) >= layout.experts:  # negative ones are the largest so
+        wrong = int(chosen.min()) if chosen.min() < 0 else int(chosen.max())
+        raise TensorContractError(f"routing names expert {wrong}; {layout} has 0 to {layout.experts - 1}")
+    ascending = chosen.argsort(axis=-1, kind="stable")
+    flat = np.sort(chosen, axis=-1).reshape(-1)
+    # Assignments, by expert and then by token. Of narrow integers this is a radix sort.
+    order = flat.astype(np.min_scalar_type(layout.experts)).argsort(kind="stable")
+    positions = np.empty_like(order)
+    positions[order] = np.arange(len(order))
+    counts = tuple(np.bincount(flat, minlength=layout.experts).tolist())
+    sends = tuple(sum(counts[a:b]) for a, b in pairwise(layout.prefix))
+    device = weights.device
+    return Assignment(
+        order // max(k, 1),
+        counts,
+        sends,
+        torch.from_numpy(positions.reshape(count, k)).to(device),
+        weights.gather(-1, torch.from_numpy(ascending).to(device)),
+    )
 
 
 def combine(rows: Tensor, dispatched: Dispatch | Assignment, empty: Empty | None = None) -> Tensor:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -118,23 +120,29 @@ def arrive(arrived: Tensor, rule: AllToAllV, rank: int, layout: ExpertLayout) ->
         TensorContractError: a rank has another layout.
     """
     counts, flags, notes = read_notes(arrived, rule.receive_counts, layout, rank)
-    sources, local = counts.shape
-    by_source = counts.sum(1)
-    # The expert of every row in order of arrival; sorting it, stably, gives the order of experts.
-    experts = torch.arange(local).repeat(sources).repeat_interleave(counts.reshape(-1))
-    order = experts.argsort(stable=True)
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(len(order))
-    before = notes * torch.arange(1, sources + 1).repeat_interleave(by_source)  # notes in front of each row
-    told = flags.tolist()
+    order, inverse = _orders(counts, notes)
     return Arrival(
         tuple(counts.sum(0).tolist()),
-        tuple(by_source.tolist()),
-        (order + before[order]).to(arrived.device),
-        inverse.to(arrived.device),
-        any(flag & TOKENS for flag in told),
-        any(flag & GRAD_MODE for flag in told),
+        tuple(counts.sum(1).tolist()),
+        torch.from_numpy(order).to(arrived.device),
+        torch.from_numpy(inverse).to(arrived.device),
+        bool(flags & TOKENS),
+        bool(flags & GRAD_MODE),
     )
+
+
+def _orders(counts: npt.NDArray[np.int64], notes: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """From arrival to the order of experts and back, from ``[sources, experts]`` counts of rows.
+
+    A source's rows for one expert stay together: each such piece moves as one.
+    """
+    by_source, by_expert = counts.reshape(-1), counts.T.reshape(-1)
+    rows = np.arange(by_source.sum())
+    arrives = (by_source.cumsum() - by_source).reshape(counts.shape)  # where each piece starts
+    sorted_to = (by_expert.cumsum() - by_expert).reshape(counts.T.shape).T
+    shift = arrives - sorted_to
+    behind = notes * np.arange(1, len(counts) + 1)[:, None]  # notes in front of each source's rows
+    return rows + (shift + behind).T.reshape(-1).repeat(by_expert), rows - shift.reshape(-1).repeat(by_source)
 
 
 def result_rows(

@@ -7,11 +7,14 @@ no exchange of its own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
-from struct import pack
+from struct import Struct, pack
 from zlib import crc32
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -41,54 +44,60 @@ def with_notes(
 ) -> tuple[Tensor, tuple[int, ...]]:
     """The rows of all assignments, with notes in front of each rank's, and how many rows each rank gets."""
     row_bytes = tokens.element_size() * prod(tokens.shape[1:])
-    index: list[Tensor] = []
+    numbers = [notes_for(layout, rank, row_bytes) for rank in range(layout.world_size)]
+    counts = tuple(number + count for number, count in zip(numbers, assigned.send_counts, strict=True))
+    index = np.zeros(sum(counts), np.int64)  # row 0 where notes go
     places: list[int] = []
     notes: list[bytes] = []
-    counts: list[int] = []
     at = start = 0
-    for rank, count in enumerate(assigned.send_counts):
-        number = notes_for(layout, rank, row_bytes)
+    for rank, (number, count) in enumerate(zip(numbers, assigned.send_counts, strict=True)):
         owned = layout.local(rank)
         told = (_name(layout), *assigned.expert_counts[owned.start : owned.stop], flags)
         notes.append(pack(f"<{len(told)}q", *told).ljust(number * row_bytes, b"\0"))
-        index += [assigned.source.new_zeros(number), assigned.source[start : start + count]]
         places += range(at, at + number)
+        at += number
+        index[at : at + count] = assigned.source[start : start + count]
+        at += count
         start += count
-        at += number + count
-        counts.append(number + count)
     if len(tokens):
-        rows = select(tokens, torch.cat(index), empty)
+        rows = select(tokens, torch.from_numpy(index).to(tokens.device), empty)
     else:  # there is no row 0 to stand where notes go
         rows = torch.cat([tokens, tokens.new_zeros((at, *tokens.shape[1:]))])
     told_rows = torch.frombuffer(bytearray().join(notes), dtype=torch.uint8).view(tokens.dtype)
-    where = torch.tensor(places, device=rows.device)
+    where = torch.from_numpy(np.array(places)).to(rows.device)
     # Not known to autograd: what is written there is no function of the tokens.
     rows.data.index_copy_(0, where, told_rows.view(-1, *tokens.shape[1:]).to(rows.device))
-    return rows, tuple(counts)
+    return rows, counts
 
 
 def read_notes(
     rows: Tensor, receive_counts: tuple[int, ...], layout: ExpertLayout, rank: int
-) -> tuple[Tensor, Tensor, int]:
-    """What sources told: rows for each expert, int64 ``[sources, experts]``; flags; and notes' rows in each.
+) -> tuple[npt.NDArray[np.int64], int, int]:
+    """What sources told: rows for each expert, ``[sources, experts]``; all flags; notes' rows in each block.
 
     Raises:
         TensorContractError: a source has another layout.
     """
     row_bytes = rows.element_size() * prod(rows.shape[1:])
     number = notes_for(layout, rank, row_bytes)
-    starts = [0, *accumulate(receive_counts)][:-1]
     if min(receive_counts) < number:
         raise _different(receive_counts.index(min(receive_counts)), rank, layout)
-    places = torch.tensor([start + i for start in starts for i in range(number)], device=rows.device)
-    raw = rows.data.index_select(0, places).cpu().reshape(len(starts), -1).view(torch.uint8)
-    table = raw[:, : _WIDTH * (layout.counts[rank] + 2)].contiguous().view(torch.int64)
-    counts = table[:, 1:-1]
-    fits = (table[:, 0] == _name(layout)) & (counts >= 0).all(1)
-    fits &= counts.sum(1) + number == torch.tensor(receive_counts)
-    if not fits.all():
-        raise _different(fits.tolist().index(False), rank, layout)
-    return counts, table[:, -1], number
+    starts: Sequence[int] = [0, *accumulate(receive_counts)][:-1]
+    data = rows.data
+    if not data.is_cpu:  # the notes alone come to the host
+        data = torch.cat([data[start : start + number] for start in starts]).cpu()
+        starts = range(0, len(data), number)
+    raw = data.view(torch.uint8).numpy().reshape(-1).data
+    record = Struct(f"<{layout.counts[rank] + 2}q")
+    table: list[list[int]] = []
+    flags, expected = 0, _name(layout)
+    for source, start in enumerate(starts):
+        name, *counts, flag = record.unpack_from(raw, start * row_bytes)
+        if name != expected or min(counts, default=0) < 0 or sum(counts) + number != receive_counts[source]:
+            raise _different(source, rank, layout)
+        table.append(counts)
+        flags |= flag
+    return np.array(table, np.int64), flags, number
 
 
 def _different(source: int, rank: int, layout: ExpertLayout) -> TensorContractError:
