@@ -41,10 +41,9 @@ async def moe_layer(
     base = plain(comm)
     tracking = torch.is_grad_enabled()
     try:
-        departure = layer.start(base, tokens, logits, layout, k, routing)
+        assigned, rows, rule = layer.start(base, tokens, logits, layout, k, routing)
     except Exception as error:
         await layer.refuse(base, error)
-    _, rows, rule = departure
     needed = tracks(base, rows)
     call = begin(base, rule, rows, timeout)
     path, arrived = await numbered_call(base, rule, rows, timeout)
@@ -52,15 +51,20 @@ async def moe_layer(
         arrival = layer.arrive(arrived, rule, base.rank, layout)
         if needed or arrival.tokens_track:
             arrived = call.finish(path, arrived)
+        # What nobody needs any more is let go of at once: the next rows are written to memory still in cache.
+        del call, rows
         with torch.set_grad_enabled(tracking):
             rows = select(arrived, arrival.order, base.empty)
+            del arrived
             outcome = experts_fn(rows, arrival.counts) if layout.counts[base.rank] else None
         if inspect.isawaitable(outcome):
             outcome = await outcome
         with torch.set_grad_enabled(tracking):
             result = layer.result_rows(outcome, rows, arrival, out_features, base.empty)
+        del outcome, rows
     except (Exception, asyncio.CancelledError) as error:  # the others may wait for the way back already
         await layer.refuse(base, error)
     returned = await run_async(base, layer.back(arrival), result, timeout, arrival.any_tracks)
+    del result
     with torch.set_grad_enabled(tracking):
-        return combine(returned, departure.assigned, base.empty)
+        return combine(returned, assigned, base.empty)

@@ -61,10 +61,9 @@ def moe_layer(
     base = plain(comm)
     inner = base._inner
     try:
-        departure = layer.start(inner, tokens, logits, layout, k, routing)
+        assigned, rows, rule = layer.start(inner, tokens, logits, layout, k, routing)
     except Exception as error:
         base._wait(layer.refuse(inner, error))
-    _, rows, rule = departure
     needed = tracks(inner, rows)
     call = begin(base, rule, rows, timeout)
     path, arrived = base._wait(numbered_call(inner, rule, rows, timeout))
@@ -72,10 +71,15 @@ def moe_layer(
         arrival = layer.arrive(arrived, rule, inner.rank, layout)
         if needed or arrival.tokens_track:
             arrived = call.finish(path, arrived)
+        # What nobody needs any more is let go of at once: the next rows are written to memory still in cache.
+        del call, rows
         rows = select(arrived, arrival.order, inner.empty)
+        del arrived
         outcome = experts_fn(rows, arrival.counts) if layout.counts[inner.rank] else None
         result = layer.result_rows(outcome, rows, arrival, out_features, inner.empty)
+        del outcome, rows
     except Exception as error:
         base._wait(layer.refuse(inner, error))
     returned = run(base, layer.back(arrival), result, timeout, arrival.any_tracks)
-    return combine(returned, departure.assigned, inner.empty)
+    del result
+    return combine(returned, assigned, inner.empty)
