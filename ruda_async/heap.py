@@ -6,7 +6,7 @@ import asyncio
 import threading
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any, NamedTuple, TypeVar
@@ -107,19 +107,27 @@ class Heap:
         return Place(number, offset) if offset + len(view) <= size else None
 
     @contextmanager
-    def lending(self, view: memoryview) -> Iterator[Place | None]:
-        """`find`, or where the transport can lend any memory, that of `view` as long as the block lasts."""
-        place = self.find(view)
-        number = self.regions.lend(view) if place is None and len(view) else None
-        if number is None:
-            yield place
-            return
+    def lending(self, views: Sequence[memoryview]) -> Iterator[list[Place | None]]:
+        """Where the peers see these bytes, each, as long as the block lasts; None where they do not.
+
+        As `find`, or where the transport can lend any memory, that of the views.
+        """
+        places = [self.find(view) for view in views]
+        lent: list[int] = []
+        for index, view in enumerate(views):
+            if places[index] is None and len(view):
+                number = self.regions.lend(view)
+                if number is not None:
+                    places[index] = Place(number, 0)
+                    lent.append(number)
         try:
-            yield Place(number, 0)
+            yield places
         except BaseException:
-            self._destroy_later(number)
+            for number in lent:
+                self._destroy_later(number)
             raise
-        self.regions.destroy(number)
+        for number in lent:
+            self.regions.destroy(number)
 
     def _create(self, nbytes: int) -> npt.NDArray[Any]:
         number, view = self.regions.create(nbytes)

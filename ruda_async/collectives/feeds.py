@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Awaitable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import ProtocolError, RudaError
@@ -234,12 +234,10 @@ class Tap:
             self._bytes.release()
 
 
-@contextmanager
-def lent(link: Link, data: Sequence[memoryview]) -> Iterator[list[Place | None]]:
+def lent(link: Link, data: Sequence[memoryview]) -> AbstractContextManager[list[Place | None]]:
     """Where the peers see some of this rank's bytes, each, as long as the block lasts; None where not."""
     assert link.heap is not None
-    with ExitStack() as stack:
-        yield [stack.enter_context(link.heap.lending(view)) for view in data]
+    return link.heap.lending(data)
 
 
 @contextmanager
@@ -250,7 +248,8 @@ def boarded(link: Link, feeds: Sequence[Feed]) -> Iterator[dict[int, list[Offer]
         RudaError: there is no shared memory for it.
     """
     assert link.heap is not None
-    nbytes = sum(feed.nbytes for feed in feeds)
+    rooms = [feed.nbytes for feed in feeds]
+    nbytes = sum(rooms)
     if not nbytes:
         yield {}
         return
@@ -266,12 +265,11 @@ def boarded(link: Link, feeds: Sequence[Feed]) -> Iterator[dict[int, list[Offer]
     assert place is not None
     offers: dict[int, list[Offer]] = {}
     at = 0
-    for feed in feeds:
-        room = memory[at : at + feed.nbytes]
-        made = feed.settle(place.number, place.offset + at, room)
+    for feed, room in zip(feeds, rooms, strict=True):
+        made = feed.settle(place.number, place.offset + at, memory[at : at + room])
         for reader, offer in zip(feed.readers, made, strict=True):
             offers.setdefault(reader, []).append(offer)
-        at += feed.nbytes
+        at += room
     try:
         yield offers
     except BaseException:
