@@ -19,6 +19,7 @@ from ruda_async import (
     ProtocolError,
     TensorContractError,
 )
+from ruda_async.call import Operation
 from ruda_async.collectives import feeds, shared, shared_copy
 from ruda_async.transport import RegionDestroyed
 
@@ -235,6 +236,26 @@ async def test_empty(scheme: str) -> None:
 
     kept = await run_ranks(2, body, url=fresh_url(scheme))
     assert (kept[0] == 3).all()  # it outlives its communicator
+
+
+@pytest.mark.parametrize("scheme", SHARING)
+async def test_what_is_there_already_is_offered_as_ready(
+    scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader finds it with the offer: nothing is told but that it was taken."""
+    signals: list[int] = []
+    signal = Operation.signal
+    monkeypatch.setattr(Operation, "signal", lambda self, peer: (signals.append(peer), signal(self, peer)))
+
+    async def body(comm: AsyncCommunicator) -> None:
+        rows = comm.empty((512, 1024), np.float32)
+        rows[:] = np.arange(512)[:, None] + 1000 * comm.rank
+        result = await comm.all_to_all_v(rows, [256, 256])
+        mine = np.arange(256) + 256 * comm.rank
+        assert (result.value[:, 0] == np.concatenate([mine, 1000 + mine])).all()
+
+    await run_ranks(2, body, url=fresh_url(scheme), algorithm="shared")
+    assert sorted(signals) == [0, 1]
 
 
 @pytest.mark.parametrize("field", ["board", "at", "source", "start"])

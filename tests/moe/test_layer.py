@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from rank_threads import in_threads
 from support import SCHEMES, fresh_url, outcome, run_ranks
 from torch import Tensor, nn
@@ -23,8 +27,8 @@ from ruda_async import (
     moe,
     sync,
 )
-from ruda_async.moe import selecting
-from ruda_async.moe.layer import start
+from ruda_async.moe import blocking, selecting
+from ruda_async.moe.layer import _orders, start
 
 WIDTH = 4
 
@@ -191,6 +195,54 @@ def test_selecting_into_given_memory_is_differentiable_twice(monkeypatch: pytest
 
     assert torch.autograd.gradcheck(call, (rows,))
     assert torch.autograd.gradgradcheck(call, (rows,))
+
+
+@given(st.data(), st.integers(1, 5), st.integers(0, 4), st.integers(0, 3))
+def test_the_order_of_experts_and_back(data: st.DataObject, sources: int, local: int, notes: int) -> None:
+    row = st.lists(st.integers(0, 3), min_size=local, max_size=local)
+    counts = data.draw(st.lists(row, min_size=sources, max_size=sources))
+    arrived: list[tuple[int, int, int] | None] = []
+    for source, told in enumerate(counts):
+        arrived += [None] * notes
+        arrived += [(expert, source, n) for expert, count in enumerate(told) for n in range(count)]
+    order, inverse = _orders(np.array(counts, np.int64).reshape(sources, local), notes)
+    rows = [row for row in arrived if row is not None]
+    assert [arrived[at] for at in order] == sorted(rows)
+    assert [sorted(rows)[at] for at in inverse] == rows
+
+
+def test_rows_that_nobody_needs_are_let_go_of_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came is gone while the experts compute, and what they got while their results travel."""
+    lock = threading.Lock()
+    came: dict[int, list[weakref.ref[Tensor]]] = {}
+    given_back: list[bool] = []
+    select, run = blocking.select, blocking.run
+
+    def selecting_from(rows: Tensor, *args: Any) -> Tensor:
+        selected = select(rows, *args)
+        came[threading.get_ident()] = [weakref.ref(rows), weakref.ref(selected)]
+        return selected
+
+    def running(*args: Any) -> Tensor:
+        with lock:
+            given_back.append(came[threading.get_ident()][1]() is None)
+        return run(*args)
+
+    def experts(rows: Tensor, counts: tuple[int, ...]) -> Tensor:
+        with lock:
+            given_back.append(came[threading.get_ident()][0]() is None)
+        return rows * 2
+
+    monkeypatch.setattr(blocking, "select", selecting_from)
+    monkeypatch.setattr(blocking, "run", running)
+
+    def body(comm: sync.Communicator) -> None:
+        with torch.no_grad():
+            layout = moe.ExpertLayout.even(4, 2)
+            moe.moe_layer(comm, torch.randn(9, WIDTH), torch.randn(9, 4), experts, layout, 2)
+
+    in_threads(2, body)
+    assert given_back == [True] * 4
 
 
 @pytest.mark.timeout(30)
