@@ -22,6 +22,7 @@ from .measures import StallMeter
 from .options import Options, parse
 from .placement import FrontLostError, OtherModelError
 from .shard import Saved, Shard, describe
+from .turns import make_loop
 
 __all__ = ["Rank", "main", "one_signal_ignored"]
 
@@ -208,7 +209,8 @@ def main(argv: list[str] | None = None) -> int:
     gc.collect()
     gc.freeze()
     try:
-        asyncio.run(_serve(options, saved, front))
+        with asyncio.Runner(loop_factory=make_loop) as runner:
+            runner.run(_serve(options, saved, front))
     except (RudaError, FrontLostError, OtherModelError, OSError, ValueError) as error:
         print(f"serve_moe: {error}", file=sys.stderr)
         return 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from serve_moe.batching import Batcher, RefusedError, Work
 from serve_moe.generation import Generation, follow
 from serve_moe.placement import Placement
 from serve_moe.rank import one_signal_ignored
+from serve_moe.turns import AT_ONCE, make_loop
 
 import ruda_async
 
@@ -202,3 +204,31 @@ async def test_a_worker_forgets_a_batch_when_the_front_says_so() -> None:
 
     async with asyncio.timeout(30):
         await asyncio.gather(rank(0), rank(1))
+
+
+def test_a_turn_of_the_loop_handles_few_sockets_and_leaves_none_out() -> None:
+    """Though the first ones are ready again at once."""
+    pairs = [socket.socketpair() for _ in range(3 * AT_ONCE)]
+    loop = make_loop()
+    turns: list[list[int]] = [[]]
+    ended = loop.create_future()
+
+    def turn() -> None:
+        if len(turns) == 8:
+            ended.set_result(None)
+        else:
+            turns.append([])
+            loop.call_soon(turn)
+
+    for number, (ours, theirs) in enumerate(pairs):
+        theirs.send(b"x")  # and never read
+        loop.add_reader(ours, lambda number=number: turns[-1].append(number))
+    loop.call_soon(turn)
+    loop.run_until_complete(ended)
+    loop.close()
+    for pair in pairs:
+        for end in pair:
+            end.close()
+    seen = [number for found in turns[1:7] for number in found]
+    assert [len(found) for found in turns[1:6]] == [AT_ONCE] * 5
+    assert {seen.count(number) for number in range(len(pairs))} == {2}
