@@ -46,14 +46,16 @@ from .functions import (
     reduce_scatter_sum,
     scatter_to,
 )
+from .passes import abandon_on_error, backward
 from .scope import CollectiveScope, complete_scopes, complete_scopes_async
-from .waiting import BlockedLoopError, backward
+from .waiting import BlockedLoopError
 
 __all__ = [
     "AsyncDifferentiableCommunicator",
     "BlockedLoopError",
     "CollectiveScope",
     "DifferentiableCommunicator",
+    "abandon_on_error",
     "aio",
     "all_gather",
     "all_gather_dim",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from ..autograd.passes import abandon_on_error
 from ..communicator import AsyncCommunicator
 from ..errors import CollectiveCancelledError, ConfigError, RudaError, TensorContractError
 from .agreement import broadcast_tensors, describe, same_on_all_ranks
@@ -144,7 +145,8 @@ class GradientSync:
         self._guarded = True
         try:
             if loss is not None and loss.requires_grad:
-                loss.backward(**options)  # type: ignore[no-untyped-call]
+                with abandon_on_error(loss):
+                    loss.backward(**options)  # type: ignore[no-untyped-call]
             if self._syncing:
                 self._finish()
         except Exception as error:
@@ -334,11 +336,13 @@ class GradientSync:
         current.over = True
         self._pass = None
         error = TensorContractError(f"the backward pass of this step failed: {reason}")
+        name = "GradientSync"
         for bucket in self._buckets:
             call = current.calls.get(bucket.number)
             if call is None:
                 with contextlib.suppress(RudaError):  # on the loop, or closed: then nobody can be told
-                    call = submit(bucket.comm, refused(self._channels[bucket.number], "GradientSync", error))
+                    channel = self._channels[bucket.number]
+                    call = submit(bucket.comm, refused(channel, name, error, yields=True))
             if call is not None:
                 self._left_over.append(call)
 

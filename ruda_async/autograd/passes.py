@@ -1,0 +1,105 @@
+"""Whole backward passes: awaited, and failing on all ranks where one fails.
+
+A backward pass that raises on one rank never comes to the collectives that are left of it, and the others
+would wait for it there until their deadline. So the rank walks the graph, and under the name of each run that
+it has not begun (see `engine`) makes a call that fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ..collectives.refusal import Refusal
+from ..communicator import AsyncCommunicator
+from ..errors import CollectiveCancelledError, RudaError, TensorContractError
+from .completion import Reach
+from .engine import Call, backward_channel, moment
+from .waiting import Lane, in_thread
+
+__all__ = ["abandon_on_error", "backward"]
+
+
+@contextlib.contextmanager
+def abandon_on_error(*tensors: Tensor) -> Iterator[None]:
+    """Where the block raises on one rank, the backward of `tensors` fails on all of them at once.
+
+        with autograd.abandon_on_error(loss):
+            loss.backward()
+
+    The other ranks get a `TensorContractError` with this rank and its error, out of those backward
+    collectives of the graph that this rank has not begun, whether they wait there already or come later.
+    Communicators go on to work: zero the gradients and go on with the next step, on all ranks. Every rank
+    should have such a block, as `backward` and `training.GradientSync.backward` do.
+
+    What a checkpoint recomputes and what is in a compiled graph is not seen.
+
+    Args:
+        tensors: what backward is called on in the block, once.
+    """
+    since = moment()
+    try:
+        yield
+    except Exception as error:
+        _abandon(tensors, since, error)
+        raise
+
+
+def _abandon(tensors: Sequence[Tensor], since: int, error: Exception) -> None:
+    reach = Reach()
+    for tensor in tensors:
+        for _ in reach.add(tensor.grad_fn):
+            pass
+    found = {getattr(node, "call", None) for node in reach.nodes}  # two nodes may be of one call
+    left: dict[int, tuple[Lane, list[tuple[AsyncCommunicator, str]]]] = {}
+    for call in found:
+        if isinstance(call, Call):
+            _, runs = left.setdefault(id(call.lane.inner.node), (call.lane, []))
+            runs += [(call.lane.inner, path) for path in call.abandon(since)]
+    kind = RudaError if isinstance(error, CollectiveCancelledError) else TensorContractError
+    text = f"its backward pass failed: {type(error).__name__}: {error}"
+    if not isinstance(error, RudaError):  # else it says so itself, or there is no next step
+        text += "; zero the gradients before the next step"
+    for lane, runs in left.values():
+        if runs:
+            lane.tell(_refuse(runs, kind(text)))
+
+
+async def _refuse(runs: Sequence[tuple[AsyncCommunicator, str]], error: RudaError) -> None:
+    """Fail the calls of these runs for all who wait in them, or will."""
+    for comm, path in runs:
+        with contextlib.suppress(RudaError):
+            channel = backward_channel(comm, path)
+            try:
+                await channel._call(Refusal("backward", error, yields=True), None)
+            finally:
+                await channel.close()
+
+
+async def backward(
+    tensors: Tensor | Sequence[Tensor],
+    gradients: Tensor | Sequence[Tensor] | None = None,
+    *,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Tensor | Sequence[Tensor] | None = None,
+) -> None:
+    """`torch.autograd.backward`, awaitable: for losses whose collectives run on this event loop.
+
+    The pass runs in a thread of its own, and its collectives on the loop, which stays free. Arguments are
+    torch's; with ``inputs=`` torch runs only the nodes on a way to them, so give all ranks the same. An error
+    ends the pass on all ranks; see `abandon_on_error`.
+
+    Raises:
+        RudaError: a backward collective failed, by the types of the forward ones, or another rank's pass.
+    """
+    roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+
+    def run() -> None:
+        with abandon_on_error(*roots):
+            torch.autograd.backward(tensors, gradients, retain_graph, create_graph, inputs=inputs)
+
+    await in_thread(run)
