@@ -86,6 +86,7 @@ class GradientSync:
         self._alone = [m.parameter for m in members if m.comm is None]
         try:
             check_options(op, bucket_bytes, compress)
+            self._members.check_initialised(buffers=broadcast)
             shared = [m for m in members if m.comm is not None]
             self._buckets = make_buckets(shared, bucket_bytes, compress)
         except (ConfigError, TensorContractError) as error:
@@ -136,7 +137,8 @@ class GradientSync:
         """``loss.backward(**options)``, and this rank's part in the reduction whatever becomes of it.
 
         Better than ``loss.backward()`` in two cases: a loss that depends on no parameter here (or None: this
-        rank has no batch), and a backward pass that raises: then the other ranks' passes fail at once too.
+        rank has no batch), and a backward pass that raises: then the other ranks' passes fail at once too,
+        also where they wait in collectives of the graph (see `autograd.abandon_on_error`).
 
         Raises:
             RudaError: a reduction failed, or another rank's backward did; gradients are then undefined.

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ..errors import ConfigError, TensorContractError
-from .agreement import broadcast_tensors, describe, same_on_all_ranks
+from .agreement import broadcast_tensors, check_initialised, describe, same_on_all_ranks
 from .checkpoint import cut_state, whole_state
 from .clipping import clip_grad_norm_
 from .lanes import all_done, await_here, inner_of, refused
@@ -319,6 +319,7 @@ def _groups(params: Iterable[Any]) -> list[dict[str, Any]]:
                     f"a parameter is {p.dtype}, whose gradients cannot be summed over ranks; leave it out, "
                     "or make it float16, bfloat16, float32 or float64"
                 )
+            check_initialised(f"parameter {len(seen)}", p)
             seen.add(p)
     if not any(p.requires_grad for p in seen):
         raise ConfigError("there are no parameters that require a gradient")
