@@ -22,6 +22,7 @@ from .buckets import Bucket, make_buckets
 from .lanes import await_here, channel_of, close_later, inner_of, refused, submit
 from .members import Members, check_options
 from .passes import Pass, Weakly, is_known, mark_known
+from .reduced import Reduced
 from .timeline import BucketTimes, SyncStats, covered
 
 __all__ = ["GradientSync"]
@@ -115,8 +116,8 @@ class GradientSync:
         self._left_over: list[Future[Any]] = []
         self._stats = SyncStats()
         self._times: list[BucketTimes] = []
-        #: Gradients that were reduced and must not be reduced again, by parameter, with their versions.
-        self._reduced: dict[Parameter, tuple[weakref.ref[Tensor], int]] = {}
+        #: Gradients that must not be reduced again.
+        self._reduced = Reduced()
         self._handles: list[Any] = []
         # Whoever forgets `remove` and the model shall not keep channels open.
         self._closing = weakref.finalize(self, close_later, self._channels)
@@ -356,17 +357,11 @@ class GradientSync:
 
     def _remember(self) -> None:
         """A mean of means is the mean, but a sum of sums is not the sum."""
-        for p in self._names:
-            if p.grad is not None and (self._op == "sum" or self._scale_of(p) is not None):
-                self._reduced[p] = weakref.ref(p.grad), p.grad._version
+        self._reduced.note(p for p in self._names if self._op == "sum" or self._scale_of(p) is not None)
 
     def _guard(self, parameter: Parameter) -> Any:
         def before(gradient: Tensor) -> None:
-            present = parameter.grad
-            reduced, version = self._reduced.get(parameter, (None, 0))
-            if present is None or reduced is None or present is not reduced():
-                return
-            if present._version == version:
+            if self._reduced.has(parameter):
                 raise TensorContractError(
                     f"rank {self._rank}: the gradient of parameter {self._names[parameter]!r} was summed "
                     "over ranks already, and a second pass would sum it again; zero gradients between "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,6 +15,7 @@ from .agreement import broadcast_tensors, check_initialised, describe, same_on_a
 from .checkpoint import cut_state, whole_state
 from .clipping import clip_grad_norm_
 from .lanes import all_done, await_here, inner_of, refused
+from .reduced import Reduced
 from .shards import flatten
 
 __all__ = ["ShardedOptimizer"]
@@ -88,8 +88,8 @@ class ShardedOptimizer:
         self._sizes = [len(group["params"]) for group in groups]
         self._used = torch.zeros(len(self._parameters), dtype=torch.uint8)
         self._reduced = False
-        #: The gradients that were reduced, with their versions.
-        self._seen: list[tuple[weakref.ref[Tensor], int] | None] = []
+        #: Of which gradients.
+        self._seen = Reduced()
         pieces = [[piece.part for flat in flats for piece in flat.pieces] for flats in by_group]
         try:
             self.optimizer = factory(
@@ -137,16 +137,11 @@ class ShardedOptimizer:
                 flat.gradient.div_(self._divide_by)
             flat.hand_out(used)
         self._reduced = True
-        self._seen = [
-            None if p.grad is None else (weakref.ref(p.grad), p.grad._version) for p in self._parameters
-        ]
+        self._seen.note(self._parameters)
 
     def _any_rank_has_new_gradients(self) -> bool:
         """Whether backward ran since they were reduced: a step that was skipped leaves them behind."""
-        ours = False
-        for p, seen in zip(self._parameters, self._seen, strict=True):
-            if p.grad is not None:
-                ours = ours or seen is None or seen[0]() is not p.grad or seen[1] != p.grad._version
+        ours = any(p.grad is not None and not self._seen.has(p) for p in self._parameters)
         vote = torch.tensor([ours], dtype=torch.uint8)
         await_here(self._comm, self._inner.all_reduce(vote, "max", out=vote))
         return bool(vote.item())
