@@ -8,7 +8,8 @@ it has not begun (see `engine`) makes a call that fails.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from ..communicator import AsyncCommunicator
 from ..errors import CollectiveCancelledError, RudaError, TensorContractError
 from .completion import Reach
 from .engine import Call, backward_channel, moment
+from .graph import abandon_in_graph
 from .waiting import Lane, in_thread
 
 __all__ = ["abandon_on_error", "backward"]
@@ -35,7 +37,7 @@ def abandon_on_error(*tensors: Tensor) -> Iterator[None]:
     Communicators go on to work: zero the gradients and go on with the next step, on all ranks. Every rank
     should have such a block, as `backward` and `training.GradientSync.backward` do.
 
-    What a checkpoint recomputes and what is in a compiled graph is not seen.
+    What a checkpoint recomputes is not seen.
 
     Args:
         tensors: what backward is called on in the block, once.
@@ -53,19 +55,28 @@ def _abandon(tensors: Sequence[Tensor], since: int, error: Exception) -> None:
     for tensor in tensors:
         for _ in reach.add(tensor.grad_fn):
             pass
-    found = {getattr(node, "call", None) for node in reach.nodes}  # two nodes may be of one call
     left: dict[int, tuple[Lane, list[tuple[AsyncCommunicator, str]]]] = {}
-    for call in found:
-        if isinstance(call, Call):
-            _, runs = left.setdefault(id(call.lane.inner.node), (call.lane, []))
-            runs += [(call.lane.inner, path) for path in call.abandon(since)]
+    for lane, path in _unbegun(reach.nodes, since):
+        _, runs = left.setdefault(id(lane.inner.node), (lane, []))
+        runs.append((lane.inner, path))
     kind = RudaError if isinstance(error, CollectiveCancelledError) else TensorContractError
     text = f"its backward pass failed: {type(error).__name__}: {error}"
     if not isinstance(error, RudaError):  # else it says so itself, or there is no next step
         text += "; zero the gradients before the next step"
     for lane, runs in left.values():
-        if runs:
-            lane.tell(_refuse(runs, kind(text)))
+        lane.tell(_refuse(runs, kind(text)))
+
+
+def _unbegun(nodes: Iterable[Any], since: int) -> Iterator[tuple[Lane, str]]:
+    """The runs that other ranks may wait in, and the ways to their communicators."""
+    for node in nodes:
+        call = getattr(node, "call", None)
+        if isinstance(call, Call):
+            for path in call.abandon(since):  # nothing more at the second node of a call
+                yield call.lane, path
+        else:
+            for comm, path in abandon_in_graph(node, since):
+                yield Lane(comm), path
 
 
 async def _refuse(runs: Sequence[tuple[AsyncCommunicator, str]], error: RudaError) -> None:
