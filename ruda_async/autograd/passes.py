@@ -7,6 +7,7 @@ it has not begun (see `engine`) makes a call that fails.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -32,8 +33,9 @@ def abandon_on_error(*tensors: Tensor) -> Iterator[None]:
         with autograd.abandon_on_error(loss):
             loss.backward()
 
-    The other ranks get a `TensorContractError` with this rank and its error, out of those backward
-    collectives of the graph that this rank has not begun, whether they wait there already or come later.
+    The other ranks get a `TensorContractError` with this rank and its error (of a cancelled task, a
+    `CollectiveCancelledError`), out of those backward collectives of the graph that this rank has not begun,
+    whether they wait there already or come later.
     Communicators go on to work: zero the gradients and go on with the next step, on all ranks. Every rank
     should have such a block, as `backward` and `training.GradientSync.backward` do.
 
@@ -45,12 +47,12 @@ def abandon_on_error(*tensors: Tensor) -> Iterator[None]:
     since = moment()
     try:
         yield
-    except Exception as error:
+    except (Exception, asyncio.CancelledError) as error:
         _abandon(tensors, since, error)
         raise
 
 
-def _abandon(tensors: Sequence[Tensor], since: int, error: Exception) -> None:
+def _abandon(tensors: Sequence[Tensor], since: int, error: BaseException) -> None:
     reach = Reach()
     for tensor in tensors:
         for _ in reach.add(tensor.grad_fn):
@@ -59,9 +61,10 @@ def _abandon(tensors: Sequence[Tensor], since: int, error: Exception) -> None:
     for lane, path in _unbegun(reach.nodes, since):
         _, runs = left.setdefault(id(lane.inner.node), (lane, []))
         runs.append((lane.inner, path))
-    kind = RudaError if isinstance(error, CollectiveCancelledError) else TensorContractError
+    cancelled = isinstance(error, CollectiveCancelledError | asyncio.CancelledError)
+    kind = RudaError if cancelled else TensorContractError
     text = f"its backward pass failed: {type(error).__name__}: {error}"
-    if not isinstance(error, RudaError):  # else it says so itself, or there is no next step
+    if not (cancelled or isinstance(error, RudaError)):  # else it says itself what to do
         text += "; zero the gradients before the next step"
     for lane, runs in left.values():
         lane.tell(_refuse(runs, kind(text)))

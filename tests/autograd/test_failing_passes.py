@@ -366,6 +366,30 @@ async def test_a_cancelled_pass_is_cancelled_in_calls_it_had_not_begun() -> None
 
 
 @pytest.mark.timeout(30)
+async def test_a_task_that_is_cancelled_before_its_pass_begins() -> None:
+    async def body(comm: AsyncCommunicator) -> None:
+        x = _leaf(1.0 + comm.rank)
+        y = await autograd.aio.all_reduce_sum(comm, x)
+        if comm.rank == 0:
+
+            async def request() -> None:
+                with autograd.abandon_on_error(y):
+                    await asyncio.get_running_loop().create_future()
+
+            waiting = asyncio.ensure_future(request())
+            await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+        else:
+            with pytest.raises(CollectiveCancelledError, match="its backward pass failed") as caught:
+                await autograd.backward(y.sum())
+            assert caught.value.rank == 0
+
+    await run_ranks(2, body, timeout=60)
+
+
+@pytest.mark.timeout(30)
 async def test_a_pass_on_the_loop_itself_is_refused_on_all_ranks() -> None:
     async def body(comm: AsyncCommunicator) -> None:
         x = _leaf(1.0 + comm.rank)

@@ -190,6 +190,9 @@ def test_errors_keep_their_types() -> None:
     in_threads(2, body, limit=110, timeout=100)
 
 
+@pytest.mark.skipif(
+    not hasattr(torch._C._autograd.SavedTensor, "data"), reason="what a graph keeps is not shown"
+)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_pass_that_fails_is_told_from_and_to_a_compiled_rank(backend: str) -> None:
