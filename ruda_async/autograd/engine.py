@@ -32,6 +32,7 @@ from ..channel import Channel
 from ..communicator import AsyncCommunicator
 from ..errors import TensorContractError
 from ..sync import Communicator
+from .recomputing import made_again, moment, recomputes
 from .rules import Rule
 from .waiting import Lane
 
@@ -40,14 +41,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Call",
-    "backward_channel",
     "begin",
+    "channel_of_run",
     "keep",
-    "moment",
     "numbered_call",
     "on_channel",
     "run",
     "run_async",
+    "run_on",
     "scope_of",
     "tracks",
 ]
@@ -63,13 +64,6 @@ _regions_lock = threading.Lock()
 _anchor = torch.zeros((), requires_grad=True)
 
 _graph_task = torch._C._current_graph_task_id
-
-_moments = itertools.count(1)
-
-
-def moment() -> int:
-    """A number that grows with time."""
-    return next(_moments)
 
 
 class Call:
@@ -219,16 +213,16 @@ class _Flight:
         return self._result if self._next is None else self._next.finish(f"{self.path}/0", self._result)
 
 
-def backward_channel(comm: AsyncCommunicator, path: str) -> AsyncCommunicator:
-    """The channel of a run of a backward; to be closed after its one call."""
-    return comm.channel(f"backward {path}")
+def channel_of_run(path: str) -> str:
+    """The name of the channel of a run of a backward, which has one call."""
+    return f"backward {path}"
 
 
 async def on_channel(
     comm: AsyncCommunicator, path: str, rule: Rule, value: Tensor, timeout: float | None
 ) -> Tensor:
     """Run a backward collective on the channel of its name."""
-    channel = backward_channel(comm, path)
+    channel = comm.channel(channel_of_run(path))
     try:
         return await rule.run(channel, value, timeout)
     finally:
@@ -339,8 +333,8 @@ def begin(comm: Communicator | AsyncCommunicator, rule: Rule, value: Tensor, tim
     """The node of a call that starts now; what it gives is no part of the graph before `Call.finish`."""
     lane = Lane(comm)
     scope = scope_of(lane.inner)
-    # Calls during a backward pass are a checkpoint's recomputation: their nodes are thrown away.
-    return Call(lane, rule, value, timeout, scope if _graph_task() == -1 else None)
+    # The nodes of a checkpoint's recomputation are thrown away.
+    return Call(lane, rule, value, timeout, None if recomputes() else scope)
 
 
 async def numbered_call(
@@ -359,8 +353,17 @@ def _region(comm: AsyncCommunicator) -> str:
 
 def run(comm: Communicator, rule: Rule, value: Tensor, timeout: float | None, force: bool = False) -> Tensor:
     """Make the call, blocking; its result is part of the graph where `tracks` says so."""
+    tracked = tracks(comm._inner, value, force)
+    if not recomputes():
+        return run_on(comm, rule, value, timeout, tracked)
+    with made_again(comm) as twin:
+        return run_on(twin, rule, value, timeout, tracked)
+
+
+def run_on(comm: Communicator, rule: Rule, value: Tensor, timeout: float | None, tracked: bool) -> Tensor:
+    """As `run`, on this channel in any case."""
     inner = comm._inner
-    if not tracks(inner, value, force):
+    if not tracked:
         if rule.communicates:
             return comm._wait(rule.run(inner, value, timeout))
         return rule.local(value, inner.rank, inner.world_size)

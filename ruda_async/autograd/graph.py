@@ -26,7 +26,8 @@ from ..sync import Communicator, numbered
 from ..traits import VariableTensorExchange
 from . import rules
 from .compiling import eager
-from .engine import moment, numbered_call, on_channel
+from .engine import numbered_call, on_channel
+from .recomputing import moment
 
 __all__ = [
     "abandon_in_graph",

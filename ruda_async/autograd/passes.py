@@ -10,16 +10,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..channel import Channel
 from ..collectives.refusal import Refusal
 from ..communicator import AsyncCommunicator
 from ..errors import CollectiveCancelledError, RudaError, TensorContractError
+from ..node import Node
+from . import recomputing
 from .completion import Reach
-from .engine import Call, backward_channel, moment
+from .engine import Call, channel_of_run
 from .graph import abandon_in_graph
 from .waiting import Lane, in_thread
 
@@ -39,12 +42,12 @@ def abandon_on_error(*tensors: Tensor) -> Iterator[None]:
     Communicators go on to work: zero the gradients and go on with the next step, on all ranks. Every rank
     should have such a block, as `backward` and `training.GradientSync.backward` do.
 
-    What a checkpoint recomputes is not seen.
+    Not seen is what a reentrant checkpoint recomputes, or a compiled one, nor calls without a gradient in any.
 
     Args:
         tensors: what backward is called on in the block, once.
     """
-    since = moment()
+    since = recomputing.moment()
     try:
         yield
     except (Exception, asyncio.CancelledError) as error:
@@ -57,40 +60,54 @@ def _abandon(tensors: Sequence[Tensor], since: int, error: BaseException) -> Non
     for tensor in tensors:
         for _ in reach.add(tensor.grad_fn):
             pass
-    left: dict[int, tuple[Lane, list[tuple[AsyncCommunicator, str]]]] = {}
-    for lane, path in _unbegun(reach.nodes, since):
-        _, runs = left.setdefault(id(lane.inner.node), (lane, []))
-        runs.append((lane.inner, path))
+    left: dict[Node, tuple[Lane, list[Left]]] = {}
+    for lane, name, calls in _unbegun(reach.nodes, since):
+        left.setdefault(lane.inner.node, (lane, []))[1].append(Left(lane.inner, name, calls))
     cancelled = isinstance(error, CollectiveCancelledError | asyncio.CancelledError)
     kind = RudaError if cancelled else TensorContractError
     text = f"its backward pass failed: {type(error).__name__}: {error}"
     if not (cancelled or isinstance(error, RudaError)):  # else it says itself what to do
         text += "; zero the gradients before the next step"
-    for lane, runs in left.values():
-        lane.tell(_refuse(runs, kind(text)))
+    for lane, all_left in left.values():
+        lane.tell(_refuse(all_left, kind(text)))
 
 
-def _unbegun(nodes: Iterable[Any], since: int) -> Iterator[tuple[Lane, str]]:
-    """The runs that other ranks may wait in, and the ways to their communicators."""
+class Left(NamedTuple):
+    """The next `calls` calls on a channel of `comm`, which other ranks may wait in."""
+
+    comm: AsyncCommunicator
+    channel: str
+    calls: int
+
+
+def _unbegun(nodes: Iterable[Any], since: int) -> Iterator[tuple[Lane, str, int]]:
+    """The fields of `Left`, with the way to the communicator."""
+    again: dict[Channel, tuple[Lane, set[Call]]] = {}
     for node in nodes:
         call = getattr(node, "call", None)
         if isinstance(call, Call):
             for path in call.abandon(since):  # nothing more at the second node of a call
-                yield call.lane, path
+                yield call.lane, channel_of_run(path), 1
+            if call.lane.in_turn:
+                again.setdefault(call.lane.inner._channel, (call.lane, set()))[1].add(call)
         else:
             for comm, path in abandon_in_graph(node, since):
-                yield Lane(comm), path
+                yield Lane(comm), channel_of_run(path), 1
+    for lane, calls in again.values():  # a checkpoint may make each of these again
+        name = recomputing.abandon(lane.inner, since)
+        if name is not None:
+            yield lane, name, len(calls)
 
 
-async def _refuse(runs: Sequence[tuple[AsyncCommunicator, str]], error: RudaError) -> None:
-    """Fail the calls of these runs for all who wait in them, or will."""
-    for comm, path in runs:
+async def _refuse(all_left: Iterable[Left], error: RudaError) -> None:
+    """Fail calls for all who wait in them, or will."""
+    for comm, name, calls in all_left:
         with contextlib.suppress(RudaError):
-            channel = backward_channel(comm, path)
-            try:
-                await channel._call(Refusal("backward", error, yields=True), None)
-            finally:
-                await channel.close()
+            channel = comm.channel(name)
+            for _ in range(calls):
+                with contextlib.suppress(RudaError):
+                    await channel._call(Refusal("backward", error, yields=True), None)
+            await channel.close()
 
 
 async def backward(

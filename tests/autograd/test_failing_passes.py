@@ -6,6 +6,7 @@ import asyncio
 import random
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from rank_threads import in_threads
 from support import run_ranks
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from ruda_async import (
     AsyncCommunicator,
@@ -293,6 +295,70 @@ def test_a_lost_rank_is_one_for_all() -> None:
         _guarded(_chain(rest, _leaf(0.1, 0.2))[0])
 
     in_threads(3, body, timeout=60)
+
+
+@pytest.mark.timeout(40)
+@pytest.mark.parametrize("place", range(4), ids=["loss", "in the 2nd", "between", "in the 1st"])
+def test_what_a_checkpoint_recomputes(url: str, place: int) -> None:
+    """The others wait in forward calls that they make again, and no rank is a call apart afterwards."""
+
+    def body(comm: sync.Communicator) -> None:
+        armed = False
+
+        def block(x: Tensor, spoilt: bool) -> Tensor:
+            y = autograd.all_reduce_sum(comm, x.sin())
+            z = autograd.all_to_all_v(comm, y.exp(), [1, 0, 1], coordinated=True).value
+            if spoilt and armed:
+                z.register_hook(_fail)
+            return autograd.all_reduce_mean(comm, z.cos().sum()) * x
+
+        def model(x: Tensor, checkpointed: bool) -> list[Tensor]:
+            values = [x * 1]
+            for number in (1, 0):
+                spoilt = place == 2 * number + 1
+                run: Any = partial(checkpoint, block, use_reentrant=False) if checkpointed else block
+                values.append(run(values[-1], spoilt))
+            return [values[-1].sum(), values[-1], values[-2], values[-3]]
+
+        for step in range(4):
+            armed = False
+            expected, x = _leaf(0.1 * comm.rank + step, 0.2), _leaf(0.1 * comm.rank + step, 0.2)
+            model(expected, False)[0].backward()
+            armed = step % 2 == 0 and comm.rank == 1
+            values = model(x, True)
+            if armed and place % 2 == 0:
+                values[place].register_hook(_fail)
+            if step % 2 == 0:
+                _fails(comm, lambda loss=values[0]: _guarded(loss), 1)  # type: ignore[misc]
+                continue
+            _guarded(values[0])
+            torch.testing.assert_close(x.grad, expected.grad, rtol=0, atol=0)
+        comm.barrier()
+        assert comm.stats()["channels"] == 1
+
+    in_threads(3, body, url, timeout=60)
+
+
+@pytest.mark.timeout(30)
+def test_a_retained_graph_with_checkpoints() -> None:
+    def body(comm: sync.Communicator) -> None:
+        def block(x: Tensor) -> Tensor:
+            return autograd.all_reduce_sum(comm, autograd.all_gather(comm, x.sin()).cos())
+
+        expected, x = _leaf(0.1 * comm.rank, 0.2), _leaf(0.1 * comm.rank, 0.2)
+        block(block(expected)).sum().backward()
+        y: Any = checkpoint(block, x, use_reentrant=False)
+        z: Any = checkpoint(block, y, use_reentrant=False)
+        for place, culprit in ((z, 0), (y, 1), (z, 1)):
+            handle = place.register_hook(_fail) if comm.rank == culprit else None
+            _fails(comm, lambda: _guarded(z.sum(), retain_graph=True), culprit)
+            if handle is not None:
+                handle.remove()
+        x.grad = None
+        _guarded(z.sum())
+        torch.testing.assert_close(x.grad, expected.grad, rtol=0, atol=0)
+
+    in_threads(2, body, timeout=60)
 
 
 # ---------------------------------------------------------------------- on an event loop

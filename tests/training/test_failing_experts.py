@@ -7,6 +7,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from rank_threads import in_threads
 from support import SCHEMES, fresh_url, run_ranks
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ruda_async import AsyncCommunicator, TensorContractError, moe, sync
 from ruda_async.training import GradientSync, off_loop
@@ -98,7 +100,8 @@ def _heard(step: int, rank: int, error: Exception) -> None:
 
 
 @pytest.mark.timeout(50)
-def test_a_step_that_fails_on_one_rank_is_skipped_by_all(url: str) -> None:
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_step_that_fails_on_one_rank_is_skipped_by_all(url: str, checkpointed: bool) -> None:
     def body(comm: sync.Communicator) -> None:
         model = Model(LAYOUT.local(comm.rank))
         gradients = GradientSync(model, comm, groups=[(model.experts.parameters(), None)], bucket_bytes=200)
@@ -107,7 +110,11 @@ def test_a_step_that_fails_on_one_rank_is_skipped_by_all(url: str) -> None:
         done = []
 
         def layer(x: Tensor, logits: Tensor, experts: nn.ModuleList) -> Tensor:
-            return moe.moe_layer(comm, x, logits, moe.per_expert(list(experts)), LAYOUT, 2)
+            def run(x: Tensor, logits: Tensor) -> Tensor:
+                return moe.moe_layer(comm, x, logits, moe.per_expert(list(experts)), LAYOUT, 2)
+
+            wrapped: Any = partial(checkpoint, run, use_reentrant=False) if checkpointed else run
+            return wrapped(x, logits)  # type: ignore[no-any-return]
 
         for step in range(7):
             optimizer.zero_grad()
