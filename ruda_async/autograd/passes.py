@@ -42,7 +42,7 @@ def abandon_on_error(*tensors: Tensor) -> Iterator[None]:
     Communicators go on to work: zero the gradients and go on with the next step, on all ranks. Every rank
     should have such a block, as `backward` and `training.GradientSync.backward` do.
 
-    Not seen is what a reentrant checkpoint recomputes, or a compiled one, nor calls without a gradient in any.
+    Not seen is what a reentrant or compiled checkpoint recomputes, nor calls without a gradient in any.
 
     Args:
         tensors: what backward is called on in the block, once.
