@@ -202,7 +202,7 @@ class Channel:
             if operation.error is None:
                 operation.fail(self._as_seen_here(operation, failure), here=False)
         elif not is_past(sequence, self.next) and len(self.announced) < 4096:
-            self.announced[sequence] = failure
+            self.announced.setdefault(sequence, failure)
 
     def on_report(self, peer: int, sequence: int, head: bytes) -> None:
         """A peer waits in call `sequence` and says what it called; find out if that differs from ours.

@@ -39,7 +39,7 @@ class ClosedChannels:
         """A call failed on a channel that is not open here."""
         if self.is_past(id, sequence):
             return
-        self._failed.setdefault(id, {})[sequence] = failure
+        self._failed.setdefault(id, {}).setdefault(sequence, failure)
         if len(self._failed) > _MAX_FAILED:
             self._failed.popitem(last=False)
 

@@ -16,9 +16,9 @@ The functions here block and take a `ruda_async.sync.Communicator`; their awaita
   Passes that are run at once, in threads or tasks, may do so in any order too; one after the other, they wait
   for each other like any blocking calls.
 * The n-th backward of a node (``retain_graph=True``) meets the n-th backward of that node on other ranks.
-* With `torch.utils.checkpoint`, recomputation repeats the forward collectives during backward, on the
-  communicator itself: ranks have to recompute their checkpointed parts in the same order, and no other thread
-  may use that communicator meanwhile. Use ``use_reentrant=False`` together with a scope.
+* With `torch.utils.checkpoint`, recomputation repeats the forward collectives during backward: ranks have to
+  recompute their checkpointed parts in the same order, and no other thread may use that communicator
+  meanwhile. Use ``use_reentrant=False`` together with a scope.
 * Under `torch.compile` the blocking functions (not the tensor-parallel regions, nor what a `CollectiveScope`
   records, nor ``coordinated=True``) stay in the graph, also with ``fullgraph=True``; the others break it.
   `torch.func` transforms are refused.
@@ -46,14 +46,16 @@ from .functions import (
     reduce_scatter_sum,
     scatter_to,
 )
+from .passes import abandon_on_error, backward
 from .scope import CollectiveScope, complete_scopes, complete_scopes_async
-from .waiting import BlockedLoopError, backward
+from .waiting import BlockedLoopError
 
 __all__ = [
     "AsyncDifferentiableCommunicator",
     "BlockedLoopError",
     "CollectiveScope",
     "DifferentiableCommunicator",
+    "abandon_on_error",
     "aio",
     "all_gather",
     "all_gather_dim",

@@ -22,8 +22,8 @@ from ..traits import VariableTensorExchange
 from . import rules
 from .engine import run_async
 from .functions import mean_or_sum, tensor_only, wants_gradient
+from .passes import backward
 from .scope import complete_scopes_async as complete_scopes
-from .waiting import backward
 
 __all__ = [
     "all_gather",

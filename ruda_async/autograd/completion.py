@@ -23,7 +23,7 @@ from .engine import Call, keep
 if TYPE_CHECKING:
     from .scope import CollectiveScope
 
-__all__ = ["Ask", "Steps", "complete"]
+__all__ = ["Ask", "Reach", "Steps", "complete"]
 
 #: Nodes of a graph that are walked between breaths: some 100 µs.
 _STRIDE = 256
@@ -39,7 +39,7 @@ class Ask(NamedTuple):
 Steps = Generator[Ask | None, Any, Tensor]
 
 
-class _Reach:
+class Reach:
     """The nodes from which a backward pass starts, and all that it would run."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class _Ballot:
         self.digest = zlib.crc32(names.encode())
         self.tracked: int | None = None
 
-    def vote(self, reach: _Reach) -> list[Any]:
+    def vote(self, reach: Reach) -> list[Any]:
         reached = tracks = 0
         for i, call in enumerate(self.calls):
             reached |= (_token(call).grad_fn in reach.nodes) << i
@@ -144,7 +144,7 @@ def complete(loss: Tensor, scopes: list[CollectiveScope], *, alone: bool) -> Ste
 def _settle(loss: Tensor, ballots: list[_Ballot], alone: bool) -> Generator[Ask | None, Any, list[Tensor]]:
     """Vote until nobody adds anything; the tokens to keep in this rank's graph."""
     rounds = 0 if alone else (yield from _distance([ballot.scope for ballot in ballots]))
-    reach = _Reach()
+    reach = Reach()
     yield from reach.add(loss.grad_fn)
     tokens: list[Tensor] = []
     again = True

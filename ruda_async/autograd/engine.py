@@ -32,13 +32,26 @@ from ..channel import Channel
 from ..communicator import AsyncCommunicator
 from ..errors import TensorContractError
 from ..sync import Communicator
+from .recomputing import made_again, moment, recomputes
 from .rules import Rule
 from .waiting import Lane
 
 if TYPE_CHECKING:
     from .scope import CollectiveScope
 
-__all__ = ["Call", "begin", "keep", "numbered_call", "on_channel", "run", "run_async", "scope_of", "tracks"]
+__all__ = [
+    "Call",
+    "begin",
+    "channel_of_run",
+    "keep",
+    "numbered_call",
+    "on_channel",
+    "run",
+    "run_async",
+    "run_on",
+    "scope_of",
+    "tracks",
+]
 
 #: The scope that records each channel's differentiable collectives.
 scopes: weakref.WeakKeyDictionary[Channel, CollectiveScope] = weakref.WeakKeyDictionary()
@@ -65,6 +78,7 @@ class Call:
     """
 
     __slots__ = (
+        "_latest",
         "_like",
         "_runs",
         "_started",
@@ -91,6 +105,8 @@ class Call:
         self.tracks = value.requires_grad
         self._like: tuple[torch.Size, torch.dtype, torch.device]
         self._runs = 0
+        #: The moment at which the latest run was started.
+        self._latest = 0
         #: Backward passes that have left the exit and not reached the entry, by the pass's number.
         self._started: dict[int, _Flight] = {}
         self.token: Tensor | None = None
@@ -118,9 +134,17 @@ class Call:
 
     def start(self, gradient: Tensor) -> None:
         """Send the output's gradient on its way."""
-        path = f"{self.path}.{self._runs}"
+        flight = _Flight(self, self._path_of_run(), gradient)
+        self._count_run()  # not before: what cannot be started on this thread is no run
+        flight.began = self._latest
+        self._started[_graph_task()] = flight
+
+    def _path_of_run(self) -> str:
+        return f"{self.path}.{self._runs}"
+
+    def _count_run(self) -> None:
         self._runs += 1
-        self._started[_graph_task()] = _Flight(self, path, gradient)
+        self._latest = moment()
 
     def gradient(self) -> Tensor:
         """The input's gradient, once it is there."""
@@ -129,6 +153,23 @@ class Call:
             shape, dtype, device = self._like
             self.start(torch.zeros(shape, dtype=dtype, device=device))
         return self._started.pop(task).land()
+
+    def abandon(self, since: int) -> list[str]:
+        """The pass that began at the moment `since` has failed here: have it count as a run all the same.
+
+        Ranks count runs alike only if each does so, whether the failed pass had come to this call or not.
+
+        Returns:
+            the runs that other ranks may wait in, and that this one has not begun and never will.
+        """
+        if self._latest <= since:
+            path = self._path_of_run()
+            self._count_run()
+            return [path] if self.rule.communicates_back and not self.inert else []
+        tasks = [task for task, flight in self._started.items() if flight.began > since]
+        flights = [self._started.pop(task) for task in tasks]
+        # What is not in turn is under way, whoever waits for it.
+        return [flight.path for flight in flights if flight.communicates and self.lane.in_turn]
 
 
 def _tracked(function: Any, *args: Any) -> Tensor:
@@ -142,13 +183,16 @@ def _tracked(function: Any, *args: Any) -> Tensor:
 class _Flight:
     """The backward collective of one call, in one backward pass."""
 
-    __slots__ = ("_call", "_next", "_path", "_result", "_value", "_wait")
+    __slots__ = ("_call", "_next", "_result", "_value", "_wait", "began", "communicates", "path")
 
     def __init__(self, call: Call, path: str, gradient: Tensor) -> None:
         inner = call.lane.inner
         rule, value = call.rule.transposed(gradient, inner.world_size)
         self._call = call
-        self._path = path
+        self.path = path
+        #: The moment.
+        self.began = 0
+        self.communicates = rule.communicates
         #: Held, lest torch take its memory for a leaf's gradient and add to it while it is being sent.
         self._value = (gradient, value)
         # With create_graph the others may differentiate this again even where our gradient is a
@@ -166,14 +210,19 @@ class _Flight:
     def land(self) -> Tensor:
         if self._wait is not None:
             self._result = self._wait()
-        return self._result if self._next is None else self._next.finish(f"{self._path}/0", self._result)
+        return self._result if self._next is None else self._next.finish(f"{self.path}/0", self._result)
+
+
+def channel_of_run(path: str) -> str:
+    """The name of the channel of a run of a backward, which has one call."""
+    return f"backward {path}"
 
 
 async def on_channel(
     comm: AsyncCommunicator, path: str, rule: Rule, value: Tensor, timeout: float | None
 ) -> Tensor:
     """Run a backward collective on the channel of its name."""
-    channel = comm.channel(f"backward {path}")
+    channel = comm.channel(channel_of_run(path))
     try:
         return await rule.run(channel, value, timeout)
     finally:
@@ -284,8 +333,8 @@ def begin(comm: Communicator | AsyncCommunicator, rule: Rule, value: Tensor, tim
     """The node of a call that starts now; what it gives is no part of the graph before `Call.finish`."""
     lane = Lane(comm)
     scope = scope_of(lane.inner)
-    # Calls during a backward pass are a checkpoint's recomputation: their nodes are thrown away.
-    return Call(lane, rule, value, timeout, scope if _graph_task() == -1 else None)
+    # The nodes of a checkpoint's recomputation are thrown away.
+    return Call(lane, rule, value, timeout, None if recomputes() else scope)
 
 
 async def numbered_call(
@@ -304,8 +353,17 @@ def _region(comm: AsyncCommunicator) -> str:
 
 def run(comm: Communicator, rule: Rule, value: Tensor, timeout: float | None, force: bool = False) -> Tensor:
     """Make the call, blocking; its result is part of the graph where `tracks` says so."""
+    tracked = tracks(comm._inner, value, force)
+    if not recomputes():
+        return run_on(comm, rule, value, timeout, tracked)
+    with made_again(comm) as twin:
+        return run_on(twin, rule, value, timeout, tracked)
+
+
+def run_on(comm: Communicator, rule: Rule, value: Tensor, timeout: float | None, tracked: bool) -> Tensor:
+    """As `run`, on this channel in any case."""
     inner = comm._inner
-    if not tracks(inner, value, force):
+    if not tracked:
         if rule.communicates:
             return comm._wait(rule.run(inner, value, timeout))
         return rule.local(value, inner.rank, inner.world_size)

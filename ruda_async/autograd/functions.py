@@ -31,6 +31,7 @@ from . import rules
 from .compiling import eager
 from .engine import run
 from .graph import in_graph, traced, traced_dim, traced_dims, traced_exchange, traced_op, traced_root
+from .recomputing import made_again
 
 __all__ = [
     "all_gather",
@@ -200,7 +201,10 @@ def all_to_all_v(
     """
     base = plain(comm)
     rule = rules.AllToAllV(tuple(send_counts))
-    force = coordinated and any(base.all_gather_object(wants_gradient(value), timeout=timeout))
+    force = False
+    if coordinated:
+        with made_again(base) as here:
+            force = any(here.all_gather_object(wants_gradient(value), timeout=timeout))
     result = run(base, rule, value, timeout, force)
     return VariableTensorExchange(result, rule.receive_counts)
 

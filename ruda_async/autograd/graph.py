@@ -5,15 +5,17 @@ another (the communicator's number, the operation's name, its integers) is const
 kernels say what shape comes out, without communicating; the rows that an all-to-all-v receives are an
 unbacked size. Both are declared to have side effects, so that none is dropped.
 
-Beside its result, `start` returns a *ticket*: the number that the call took on its channel, how often its
-backward was run, and the received counts. The backward reads it, so its channel has the name that `engine`
-gives it: ranks that compile and ranks that do not understand each other.
+Beside its result, `start` returns a *ticket*: a mark by which it is known, the communicator's number, that of
+the call on its channel, how often its backward was run and at which moment last, and the received counts. The
+backward reads it, so its channel has the name that `engine` gives it: ranks that compile and ranks that do
+not understand each other. Torch keeps it with the node of one call or of a whole compiled graph, where a pass
+that has failed finds what is left of it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -25,8 +27,18 @@ from ..traits import VariableTensorExchange
 from . import rules
 from .compiling import eager
 from .engine import numbered_call, on_channel
+from .recomputing import moment
 
-__all__ = ["in_graph", "traced", "traced_dim", "traced_dims", "traced_exchange", "traced_op", "traced_root"]
+__all__ = [
+    "abandon_in_graph",
+    "in_graph",
+    "traced",
+    "traced_dim",
+    "traced_dims",
+    "traced_exchange",
+    "traced_op",
+    "traced_root",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -39,8 +51,10 @@ _library.define(
     "transpose(Tensor gradient, Tensor ticket, int comm, str name, SymInt[] numbers, float? timeout, "
     "SymInt[] shape) -> Tensor"
 )
-#: Where the received counts begin in a ticket.
-_COUNTS = 2
+#: The first entry of each ticket; other integers that torch keeps do not look like it.
+_MARK = 0x5275_6461_7469_636B
+#: Where in a ticket is what, and where the received counts begin.
+_COMM, _NUMBER, _RUNS, _LATEST, _COUNTS = range(1, 6)
 
 
 def _rule(name: str, numbers: Sequence[int]) -> rules.Rule:
@@ -76,7 +90,15 @@ def _start(
     rule = _rule(name, numbers)
     path, result = base._wait(numbered_call(base._inner, rule, value, timeout))
     counts = rule.receive_counts if isinstance(rule, rules.AllToAllV) else ()
-    return result, torch.tensor([int(path), 0, *counts], dtype=torch.int64)
+    return result, torch.tensor([_MARK, comm, int(path), 0, 0, *counts], dtype=torch.int64, device="cpu")
+
+
+def _next_run(entries: Any) -> str:
+    """The name of the run that begins now, of the call with the ticket `entries`."""
+    path = f"{entries[_NUMBER]}.{entries[_RUNS]}"
+    entries[_RUNS] += 1
+    entries[_LATEST] = moment()
+    return path
 
 
 def _transpose(
@@ -93,14 +115,31 @@ def _transpose(
     entries = ticket.numpy()  # so that counting a run is no edit of a saved tensor
     if isinstance(rule, rules.AllToAllV):
         rule.receive_counts = tuple(entries[_COUNTS:].tolist())
-    path = f"{entries[0]}.{entries[1]}"
-    entries[1] += 1
+    path = _next_run(entries)
     back, value = rule.transposed(gradient, base.world_size)
     return base._wait(on_channel(base._inner, path, back, value, timeout))
 
 
 _library.impl("start", _start, "CompositeExplicitAutograd")
 _library.impl("transpose", _transpose, "CompositeExplicitAutograd")
+
+
+def abandon_in_graph(node: Any, since: int) -> Iterator[tuple[Communicator, str]]:
+    """The calls in `node`, compiled or traced, as `Call.abandon` has them, with their communicators."""
+    try:
+        # Not unpacked, which would recompute what is in a checkpoint.
+        kept = [getattr(saved, "data", None) for saved in getattr(node, "_raw_saved_tensors", ())]
+    except RuntimeError:  # freed: it has run
+        return
+    for ticket in kept:
+        if isinstance(ticket, Tensor) and (ticket.dtype, ticket.dim()) == (torch.int64, 1) and ticket.is_cpu:
+            entries = ticket.numpy()
+            if len(entries) >= _COUNTS and entries[0] == _MARK and entries[_LATEST] <= since:
+                path = _next_run(entries)
+                comm = numbered.get(int(entries[_COMM]))
+                if comm is not None:
+                    yield comm, path
+
 
 # ---------------------------------------------------------------------- what a graph is told
 
@@ -145,7 +184,7 @@ def _fake_start(
         _grow(shape, numbers[0] if numbers else 0, size)
     elif operation == "reduce_scatter":
         _cut(shape, numbers[0] if numbers else 0, size)
-    return value.new_empty(shape), torch.empty(length, dtype=torch.int64)
+    return value.new_empty(shape), torch.empty(length, dtype=torch.int64, device="cpu")
 
 
 def _fake_transpose(

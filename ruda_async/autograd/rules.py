@@ -41,6 +41,8 @@ class Rule(Protocol):
 
     #: Whether `run` has to be awaited; otherwise `local` gives the result.
     communicates: bool
+    #: The same of its transpose.
+    communicates_back: bool
 
     async def run(self, comm: AsyncCommunicator, value: Tensor, timeout: float | None) -> Tensor:
         """The result, without a gradient."""
@@ -58,6 +60,7 @@ class Rule(Protocol):
 class _Remote:
     __slots__ = ()
     communicates = True
+    communicates_back = True
 
     def local(self, value: Tensor, rank: int, size: int) -> Tensor:
         raise NotImplementedError
@@ -66,6 +69,7 @@ class _Remote:
 class _Local:
     __slots__ = ()
     communicates = False
+    communicates_back = True
 
     async def run(self, comm: AsyncCommunicator, value: Tensor, timeout: float | None) -> Tensor:
         return self.local(value, comm.rank, comm.world_size)
@@ -223,6 +227,7 @@ class ReduceFrom(_Remote):
     """Megatron's *g*: the sum over ranks forward, the gradient as it is backward."""
 
     __slots__ = ()
+    communicates_back = False
 
     async def run(self, comm: AsyncCommunicator, value: Tensor, timeout: float | None) -> Tensor:
         return await comm.all_reduce_sum(value, timeout=timeout)
@@ -264,6 +269,7 @@ class GatherFrom(_Remote):
     """The gather of slices forward, this rank's slice of the (replicated) gradient backward."""
 
     __slots__ = ("dim",)
+    communicates_back = False
 
     def __init__(self, dim: int) -> None:
         self.dim = dim

@@ -2,8 +2,8 @@
 
 Torch calls backward on whatever thread it likes; collectives are coroutines of one loop. A backward node
 therefore submits its collective to the loop, and waits in its own thread. The loop itself never waits for
-autograd: on its thread a wait would be for ever, so it is refused, and `backward` runs the whole pass in a
-thread of its own.
+autograd: on its thread a wait would be for ever, so it is refused, and `passes.backward` runs the whole pass
+in a thread of its own.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ import asyncio
 import concurrent.futures
 import contextvars
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
-
-import torch
-from torch import Tensor
 
 from ..background import BackgroundLoop
 from ..communicator import AsyncCommunicator
 from ..errors import CollectiveCancelledError, CollectiveTimeoutError, RudaError
 from ..sync import Communicator
 
-__all__ = ["BlockedLoopError", "Lane", "backward", "in_thread"]
+__all__ = ["BlockedLoopError", "Lane", "in_thread"]
 
 R = TypeVar("R")
 
 #: Calls of the pass that this thread runs for `in_thread`, so that cancelling its task reaches them.
 _flight: contextvars.ContextVar[_Flight | None] = contextvars.ContextVar("ruda_async_flight", default=None)
+
+#: Held until they are done, as loops hold tasks weakly.
+_telling: set[asyncio.Task[None]] = set()
 
 
 class BlockedLoopError(RudaError, RuntimeError):
@@ -120,6 +120,25 @@ class Lane:
         future = self.start(make())
         return lambda: self.wait(future)
 
+    def tell(self, call: Coroutine[Any, Any, None]) -> None:
+        """Run `call`, which waits for nobody, before whatever is asked of the loop later.
+
+        Unlike `start`, also where the pass of this thread was cancelled, and on the loop's own thread.
+        """
+        try:
+            if self._blocking is not None:
+                self._blocking._wait(call)
+                return
+            loop = self.inner._node.loop
+            if asyncio._get_running_loop() is not loop:
+                asyncio.run_coroutine_threadsafe(call, loop)
+                return
+            task = loop.create_task(call)
+            _telling.add(task)
+            task.add_done_callback(_telling.discard)
+        except (RudaError, RuntimeError):  # closed, so that the others know anyway
+            call.close()
+
     def wait(self, future: concurrent.futures.Future[R]) -> R:
         """The result of a started call.
 
@@ -190,26 +209,3 @@ async def in_thread(function: Callable[[], R]) -> R:
         await asyncio.wait([done])
         done.exception()  # seen: the cancellation is what the caller gets
         raise
-
-
-async def backward(
-    tensors: Tensor | Sequence[Tensor],
-    gradients: Tensor | Sequence[Tensor] | None = None,
-    *,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    inputs: Tensor | Sequence[Tensor] | None = None,
-) -> None:
-    """`torch.autograd.backward`, awaitable: for losses whose collectives run on this event loop.
-
-    The pass runs in a thread of its own, and its collectives on the loop, which stays free. Arguments are
-    torch's; with ``inputs=`` torch runs only the nodes on a way to them, so give all ranks the same.
-
-    Raises:
-        RudaError: a backward collective failed, by the types of the forward ones.
-    """
-
-    def run() -> None:
-        torch.autograd.backward(tensors, gradients, retain_graph, create_graph, inputs=inputs)
-
-    await in_thread(run)

@@ -7,8 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from ..autograd.compiling import eager
-from ..autograd.engine import begin, numbered_call, run, tracks
+from ..autograd.engine import begin, numbered_call, run_on, tracks
 from ..autograd.functions import plain
+from ..autograd.recomputing import made_again
+from ..sync import Communicator
 from . import layer
 from .dispatching import combine
 from .layer import ExpertsFn
@@ -59,14 +61,31 @@ def moe_layer(
         RudaError: `experts_fn` failed on another rank; or as collectives do.
     """
     base = plain(comm)
-    inner = base._inner
+    with made_again(base) as here:
+        return _layer(base, here, tokens, logits, experts_fn, layout, k, out_features, timeout, routing)
+
+
+def _layer(
+    comm: Communicator,
+    here: Communicator,
+    tokens: Tensor,
+    logits: Tensor,
+    experts_fn: ExpertsFn,
+    layout: ExpertLayout,
+    k: int,
+    out_features: int | None,
+    timeout: float | None,
+    routing: dict[str, Any],
+) -> Tensor:
+    """As `moe_layer`, with its exchanges on the channel `here` of `comm`."""
+    inner = here._inner
     try:
         assigned, rows, rule = layer.start(inner, tokens, logits, layout, k, routing)
     except Exception as error:
-        base._wait(layer.refuse(inner, error))
-    needed = tracks(inner, rows)
-    call = begin(base, rule, rows, timeout)
-    path, arrived = base._wait(numbered_call(inner, rule, rows, timeout))
+        here._wait(layer.refuse(inner, error))
+    needed = tracks(comm._inner, rows)
+    call = begin(here, rule, rows, timeout)
+    path, arrived = here._wait(numbered_call(inner, rule, rows, timeout))
     try:
         arrival = layer.arrive(arrived, rule, inner.rank, layout)
         if needed or arrival.tokens_track:
@@ -79,7 +98,8 @@ def moe_layer(
         result = layer.result_rows(outcome, rows, arrival, out_features, inner.empty)
         del outcome, rows
     except Exception as error:
-        base._wait(layer.refuse(inner, error))
-    returned = run(base, layer.back(arrival), result, timeout, arrival.any_tracks)
+        here._wait(layer.refuse(inner, error))
+    tracked = tracks(comm._inner, result, arrival.any_tracks)
+    returned = run_on(here, layer.back(arrival), result, timeout, tracked)
     del result
     return combine(returned, assigned, inner.empty)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..autograd.engine import keep
 from ..autograd.rules import AllToAllV
-from ..collectives.operation import Link
+from ..collectives.refusal import Refusal
 from ..communicator import AsyncCommunicator
 from ..errors import TensorContractError
 from .dispatching import Assignment, assign
@@ -92,24 +92,9 @@ def start(
     return Departure(assigned, rows, AllToAllV(counts, "all_to_all_v_float", "dispatch"))
 
 
-class _Refusal:
-    """A call that fails on this rank, and thereby on all, where the layer's next exchange would be."""
-
-    operation = "moe_layer"
-
-    def __init__(self, error: BaseException) -> None:
-        self._error = error
-
-    def prepare(self, rank: int, size: int, settings: Any) -> bytes:
-        raise self._error
-
-    async def run(self, link: Link) -> NoReturn:
-        raise self._error
-
-
 async def refuse(comm: AsyncCommunicator, error: BaseException) -> NoReturn:
     """Raise `error`, and have the other ranks' exchange fail at once rather than wait."""
-    await comm._call(_Refusal(error), None)
+    await comm._call(Refusal("moe_layer", error), None)
     raise error
 
 

@@ -23,6 +23,7 @@ of its own while the event loop stays free.
 from __future__ import annotations
 
 from .clipping import NonFiniteGradientError, clip_grad_norm_
+from .grad_scaler import ShardedGradScaler
 from .gradient_sync import GradientSync
 from .lanes import off_loop
 from .sharded_optimizer import ShardedOptimizer
@@ -32,6 +33,7 @@ __all__ = [
     "BucketTimes",
     "GradientSync",
     "NonFiniteGradientError",
+    "ShardedGradScaler",
     "ShardedOptimizer",
     "SyncStats",
     "clip_grad_norm_",

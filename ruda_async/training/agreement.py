@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from ..communicator import AsyncCommunicator
 from ..errors import TensorContractError
 
-__all__ = ["broadcast_tensors", "describe", "same_on_all_ranks"]
+__all__ = ["broadcast_tensors", "check_initialised", "describe", "same_on_all_ranks"]
 
 #: Tensors of as many bytes are broadcast one by one, without a copy.
 _LARGE = 1024 * 1024
@@ -20,6 +21,19 @@ _LARGE = 1024 * 1024
 def describe(name: str, value: Tensor) -> str:
     """What ranks have to agree on about one tensor."""
     return f"{name}: {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+
+
+def check_initialised(name: str, value: Tensor) -> None:
+    """See that a tensor is there, and no lazy module waits for its first input to make it.
+
+    Raises:
+        TensorContractError
+    """
+    if is_lazy(value):
+        raise TensorContractError(
+            f"{name} is not initialised, since its lazy module has had no input yet; run one forward pass on "
+            "every rank first"
+        )
 
 
 async def same_on_all_ranks(comm: AsyncCommunicator, what: str, facts: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from ..autograd.passes import abandon_on_error
 from ..communicator import AsyncCommunicator
 from ..errors import CollectiveCancelledError, ConfigError, RudaError, TensorContractError
 from .agreement import broadcast_tensors, describe, same_on_all_ranks
@@ -21,6 +22,7 @@ from .buckets import Bucket, make_buckets
 from .lanes import await_here, channel_of, close_later, inner_of, refused, submit
 from .members import Members, check_options
 from .passes import Pass, Weakly, is_known, mark_known
+from .reduced import Reduced
 from .timeline import BucketTimes, SyncStats, covered
 
 __all__ = ["GradientSync"]
@@ -85,6 +87,7 @@ class GradientSync:
         self._alone = [m.parameter for m in members if m.comm is None]
         try:
             check_options(op, bucket_bytes, compress)
+            self._members.check_initialised(buffers=broadcast)
             shared = [m for m in members if m.comm is not None]
             self._buckets = make_buckets(shared, bucket_bytes, compress)
         except (ConfigError, TensorContractError) as error:
@@ -113,8 +116,8 @@ class GradientSync:
         self._left_over: list[Future[Any]] = []
         self._stats = SyncStats()
         self._times: list[BucketTimes] = []
-        #: Gradients that were reduced and must not be reduced again, by parameter, with their versions.
-        self._reduced: dict[Parameter, tuple[weakref.ref[Tensor], int]] = {}
+        #: Gradients that must not be reduced again.
+        self._reduced = Reduced()
         self._handles: list[Any] = []
         # Whoever forgets `remove` and the model shall not keep channels open.
         self._closing = weakref.finalize(self, close_later, self._channels)
@@ -135,7 +138,8 @@ class GradientSync:
         """``loss.backward(**options)``, and this rank's part in the reduction whatever becomes of it.
 
         Better than ``loss.backward()`` in two cases: a loss that depends on no parameter here (or None: this
-        rank has no batch), and a backward pass that raises: then the other ranks' passes fail at once too.
+        rank has no batch), and a backward pass that raises: then the other ranks' passes fail at once too,
+        also where they wait in collectives of the graph (see `autograd.abandon_on_error`).
 
         Raises:
             RudaError: a reduction failed, or another rank's backward did; gradients are then undefined.
@@ -144,7 +148,8 @@ class GradientSync:
         self._guarded = True
         try:
             if loss is not None and loss.requires_grad:
-                loss.backward(**options)  # type: ignore[no-untyped-call]
+                with abandon_on_error(loss):
+                    loss.backward(**options)  # type: ignore[no-untyped-call]
             if self._syncing:
                 self._finish()
         except Exception as error:
@@ -334,11 +339,13 @@ class GradientSync:
         current.over = True
         self._pass = None
         error = TensorContractError(f"the backward pass of this step failed: {reason}")
+        name = "GradientSync"
         for bucket in self._buckets:
             call = current.calls.get(bucket.number)
             if call is None:
                 with contextlib.suppress(RudaError):  # on the loop, or closed: then nobody can be told
-                    call = submit(bucket.comm, refused(self._channels[bucket.number], "GradientSync", error))
+                    channel = self._channels[bucket.number]
+                    call = submit(bucket.comm, refused(channel, name, error, yields=True))
             if call is not None:
                 self._left_over.append(call)
 
@@ -350,17 +357,11 @@ class GradientSync:
 
     def _remember(self) -> None:
         """A mean of means is the mean, but a sum of sums is not the sum."""
-        for p in self._names:
-            if p.grad is not None and (self._op == "sum" or self._scale_of(p) is not None):
-                self._reduced[p] = weakref.ref(p.grad), p.grad._version
+        self._reduced.note(p for p in self._names if self._op == "sum" or self._scale_of(p) is not None)
 
     def _guard(self, parameter: Parameter) -> Any:
         def before(gradient: Tensor) -> None:
-            present = parameter.grad
-            reduced, version = self._reduced.get(parameter, (None, 0))
-            if present is None or reduced is None or present is not reduced():
-                return
-            if present._version == version:
+            if self._reduced.has(parameter):
                 raise TensorContractError(
                     f"rank {self._rank}: the gradient of parameter {self._names[parameter]!r} was summed "
                     "over ranks already, and a second pass would sum it again; zero gradients between "

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from ..autograd.waiting import BlockedLoopError, Lane, in_thread
-from ..collectives.operation import Link
+from ..collectives.refusal import Refusal
 from ..communicator import AsyncCommunicator
 from ..errors import CommunicatorClosedError
 from ..sync import Communicator
@@ -90,25 +90,17 @@ def close_later(channels: Iterable[AsyncCommunicator]) -> None:
             channel._node.loop.call_soon_threadsafe(channel._channel.close, gone)
 
 
-class _Refusal:
-    """A call that fails on this rank, and thereby on all, where the next collective would be."""
+async def refused(
+    comm: AsyncCommunicator, operation: str, error: Exception, calls: int = 1, *, yields: bool = False
+) -> NoReturn:
+    """Raise `error`, and have the other ranks' next `calls` calls fail at once rather than wait.
 
-    def __init__(self, operation: str, error: Exception) -> None:
-        self.operation = operation
-        self._error = error
-
-    def prepare(self, rank: int, size: int, settings: Any) -> bytes:
-        raise self._error
-
-    async def run(self, link: Link) -> NoReturn:
-        raise self._error
-
-
-async def refused(comm: AsyncCommunicator, operation: str, error: Exception, calls: int = 1) -> NoReturn:
-    """Raise `error`, and have the other ranks' next `calls` calls fail at once rather than wait."""
+    Args:
+        yields: not for `error`, where they have failed already.
+    """
     for _ in range(calls):
         with contextlib.suppress(Exception):
-            await comm._call(_Refusal(operation, error), None)
+            await comm._call(Refusal(operation, error, yields=yields), None)
     raise error
 
 

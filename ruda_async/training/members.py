@@ -9,6 +9,7 @@ import torch
 from torch.nn import Module, Parameter
 
 from ..errors import ConfigError, TensorContractError
+from .agreement import check_initialised
 
 __all__ = ["Member", "Members", "check_options"]
 
@@ -53,6 +54,18 @@ class Members:
         if isinstance(self._model, Module):
             return self._model.named_parameters()
         return ((f"parameter {i}", p) for i, p in enumerate(self._model))
+
+    def check_initialised(self, buffers: bool) -> None:
+        """See that all members are initialised, and with `buffers` the model's buffers too.
+
+        Raises:
+            TensorContractError: one is not.
+        """
+        for m in self.all:
+            check_initialised(f"parameter {m.name!r}", m.parameter)
+        if buffers and isinstance(self._model, Module):
+            for name, buffer in self._model.named_buffers():
+                check_initialised(f"buffer {name!r}", buffer)
 
     def check(self) -> None:
         """See that no parameter has come to the model, or been unfrozen, that would be left unsynchronised.

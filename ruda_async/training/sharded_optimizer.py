@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,10 +11,11 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ..errors import ConfigError, TensorContractError
-from .agreement import broadcast_tensors, describe, same_on_all_ranks
+from .agreement import broadcast_tensors, check_initialised, describe, same_on_all_ranks
 from .checkpoint import cut_state, whole_state
 from .clipping import clip_grad_norm_
 from .lanes import all_done, await_here, inner_of, refused
+from .reduced import Reduced
 from .shards import flatten
 
 __all__ = ["ShardedOptimizer"]
@@ -88,8 +88,8 @@ class ShardedOptimizer:
         self._sizes = [len(group["params"]) for group in groups]
         self._used = torch.zeros(len(self._parameters), dtype=torch.uint8)
         self._reduced = False
-        #: The gradients that were reduced, with their versions.
-        self._seen: list[tuple[weakref.ref[Tensor], int] | None] = []
+        #: Of which gradients.
+        self._seen = Reduced()
         pieces = [[piece.part for flat in flats for piece in flat.pieces] for flats in by_group]
         try:
             self.optimizer = factory(
@@ -137,16 +137,11 @@ class ShardedOptimizer:
                 flat.gradient.div_(self._divide_by)
             flat.hand_out(used)
         self._reduced = True
-        self._seen = [
-            None if p.grad is None else (weakref.ref(p.grad), p.grad._version) for p in self._parameters
-        ]
+        self._seen.note(self._parameters)
 
     def _any_rank_has_new_gradients(self) -> bool:
         """Whether backward ran since they were reduced: a step that was skipped leaves them behind."""
-        ours = False
-        for p, seen in zip(self._parameters, self._seen, strict=True):
-            if p.grad is not None:
-                ours = ours or seen is None or seen[0]() is not p.grad or seen[1] != p.grad._version
+        ours = any(p.grad is not None and not self._seen.has(p) for p in self._parameters)
         vote = torch.tensor([ours], dtype=torch.uint8)
         await_here(self._comm, self._inner.all_reduce(vote, "max", out=vote))
         return bool(vote.item())
@@ -319,6 +314,7 @@ def _groups(params: Iterable[Any]) -> list[dict[str, Any]]:
                     f"a parameter is {p.dtype}, whose gradients cannot be summed over ranks; leave it out, "
                     "or make it float16, bfloat16, float32 or float64"
                 )
+            check_initialised(f"parameter {len(seen)}", p)
             seen.add(p)
     if not any(p.requires_grad for p in seen):
         raise ConfigError("there are no parameters that require a gradient")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from rank_threads import in_threads
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from ruda_async import PeerLostError, TensorContractError, autograd, sync
 from ruda_async.autograd import CollectiveScope
@@ -185,6 +186,70 @@ def test_errors_keep_their_types() -> None:
         with pytest.raises(PeerLostError) as caught:
             result.backward()
         assert caught.value.rank == 1
+
+    in_threads(2, body, limit=110, timeout=100)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C._autograd.SavedTensor, "data"), reason="what a graph keeps is not shown"
+)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_pass_that_fails_is_told_from_and_to_a_compiled_rank(backend: str) -> None:
+    def fail(gradient: Tensor) -> None:
+        raise ArithmeticError("a hook that fails")
+
+    @torch._functorch.config.patch(donated_buffer=False)  # else no graph can be retained
+    def body(comm: sync.Communicator) -> None:
+        between: list[Tensor] = []
+
+        def step(x: Tensor) -> Tensor:
+            y = autograd.all_reduce_sum(comm, x * x)
+            between.append(y)
+            return autograd.all_to_all_v(comm, y, [1, 2]).value.square().sum()
+
+        def compiled(x: Tensor) -> Tensor:
+            y = autograd.all_reduce_sum(comm, x * x)
+            return autograd.all_to_all_v(comm, y, [1, 2]).value.square().sum()
+
+        run = torch.compile(compiled, backend=backend, fullgraph=True) if comm.rank == 0 else step
+        x = _input(comm.rank, 3)
+        loss = run(x)
+        # Rank 0 fails before its first exchange, and rank 1 between the two; the graph is kept.
+        for culprit in (0, 1):
+            place = loss if comm.rank == 0 else between[0]
+            handle = place.register_hook(fail) if comm.rank == culprit else None
+            error = ArithmeticError if comm.rank == culprit else TensorContractError
+            with pytest.raises(error, match="a hook that fails"), autograd.abandon_on_error(loss):
+                loss.backward(retain_graph=True)
+            if handle is not None:
+                handle.remove()
+        x.grad = None
+        with autograd.abandon_on_error(loss):
+            loss.backward()
+        everyone = sum(_input(rank, 3).detach().square() for rank in range(2))
+        torch.testing.assert_close(x.grad, 8 * everyone * x.detach())
+        comm.barrier()
+        assert comm.stats()["channels"] == 1
+
+    in_threads(2, body, limit=110, timeout=100)
+
+
+@pytest.mark.timeout(120)
+def test_a_checkpoint_is_not_recomputed_to_tell_of_an_error() -> None:
+    """That would make forward calls which no other rank makes."""
+
+    def body(comm: sync.Communicator) -> None:
+        def step(x: Tensor) -> Tensor:
+            return autograd.all_reduce_sum(comm, x.sin()).exp()
+
+        run = torch.compile(step, backend="aot_eager", fullgraph=True)
+        x = _input(comm.rank, 3)
+        once: Any = checkpoint(run, x, use_reentrant=False)
+        calls = comm.stats()["completed"]
+        with pytest.raises(ArithmeticError), autograd.abandon_on_error(once):
+            raise ArithmeticError("on all ranks")
+        assert comm.stats()["completed"] == calls
 
     in_threads(2, body, limit=110, timeout=100)
 

@@ -216,7 +216,7 @@ def test_rows_that_nobody_needs_are_let_go_of_at_once(monkeypatch: pytest.Monkey
     lock = threading.Lock()
     came: dict[int, list[weakref.ref[Tensor]]] = {}
     given_back: list[bool] = []
-    select, run = blocking.select, blocking.run
+    select, run = blocking.select, blocking.run_on
 
     def selecting_from(rows: Tensor, *args: Any) -> Tensor:
         selected = select(rows, *args)
@@ -234,7 +234,7 @@ def test_rows_that_nobody_needs_are_let_go_of_at_once(monkeypatch: pytest.Monkey
         return rows * 2
 
     monkeypatch.setattr(blocking, "select", selecting_from)
-    monkeypatch.setattr(blocking, "run", running)
+    monkeypatch.setattr(blocking, "run_on", running)
 
     def body(comm: sync.Communicator) -> None:
         with torch.no_grad():
