@@ -95,6 +95,15 @@ async def test_large_ones_without_being_asked(url: str) -> None:
     assert ": gloo" not in exact
 
 
+async def test_the_size_from_which_gloo_runs_calls_is_one_for_all(url: str) -> None:
+    async def connected(rank: int, **options: int) -> Any:
+        return await outcome(ruda_async.connect(url, rank=rank, world_size=2, timeout=30, **options))
+
+    errors = await asyncio.gather(connected(0), connected(1, native_bytes=100))
+    text = "rank 1 has native_bytes=100 and rank 0 has native_bytes=262144; give all ranks the same"
+    assert [str(error) for error in errors] == [text] * 2
+
+
 async def test_channels_at_once_and_failures(engine: str, url: str) -> None:
     async def body(comm: AsyncCommunicator) -> None:
         rank, size = comm.rank, comm.world_size

@@ -16,7 +16,7 @@ from typing import Any
 import msgpack
 from mpi4py import MPI
 
-from ruda_async.transport import CollectiveTimeoutError, ConfigError, Job, ProtocolError, Terms
+from ruda_async.transport import CollectiveTimeoutError, ConfigError, Job, ProtocolError, Terms, check_alike
 
 from .engine import keep_requests
 
@@ -27,21 +27,21 @@ _LARGEST = 1024
 _NAP = 1e-3
 
 
-async def greet(job: Job, terms: Terms, chunk: int) -> tuple[dict[int, Terms], int]:
+async def greet(job: Job, terms: Terms) -> tuple[dict[int, Terms], int]:
     """Wait for all ranks of `job`.
 
     Returns:
         the other ranks' terms, and a number of 64 bits that rank 0 has drawn for this meeting.
 
     Raises:
-        ConfigError: a rank has another idea of the world size or of ``chunk_bytes``.
+        ConfigError: a rank has another idea of the world size, or of `Job.alike`.
         CollectiveTimeoutError: some ranks did not come in time; they are in ``.missing``.
     """
     world = MPI.COMM_WORLD
     highest: int = world.Get_attr(MPI.TAG_UB)  # type: ignore[assignment]
     tag = highest - int.from_bytes(hashlib.sha256(job.name.encode()).digest()[:2], "big")
     number = secrets.randbits(64) | 1
-    mine = msgpack.packb(["hello", job.name, job.world_size, chunk, *_pack(terms), number])
+    mine = msgpack.packb(["hello", job.name, job.world_size, job.alike or "", *_pack(terms), number])
     others = [rank for rank in range(job.world_size) if rank != job.rank]
     rooms = {rank: bytearray(_LARGEST) for rank in others}
     receives = {rank: world.Irecv([rooms[rank], MPI.BYTE], rank, tag) for rank in others}
@@ -58,7 +58,7 @@ async def greet(job: Job, terms: Terms, chunk: int) -> tuple[dict[int, Terms], i
                 heard = True
                 kind, *rest = _read(bytes(rooms[rank][: status.Get_count(MPI.BYTE)]), rank)
                 if kind == "hello":
-                    told[rank] = _checked(job, rank, chunk, rest)
+                    told[rank] = _checked(job, rank, rest)
                     answer = msgpack.packb(["here", told[rank][1]])
                     sends.append((world.Isend([answer, MPI.BYTE], rank, tag), answer))
                 elif rest == [number] and rank in told:
@@ -95,7 +95,7 @@ def _pack(terms: Terms) -> tuple[int, int]:
 def _read(data: bytes, rank: int) -> list[Any]:
     try:
         fields = msgpack.unpackb(data, max_str_len=_LARGEST, max_array_len=8)
-        sizes = {"hello": (str, int, int, int, int, int), "here": (int,)}
+        sizes = {"hello": (str, int, str, int, int, int), "here": (int,)}
         kinds = tuple(type(field) for field in fields[1:])
         if kinds != sizes[fields[0]] or not all(f >= 0 for f in fields[1:] if type(f) is int):
             raise ValueError
@@ -104,15 +104,12 @@ def _read(data: bytes, rank: int) -> list[Any]:
     return list(fields)
 
 
-def _checked(job: Job, rank: int, chunk: int, fields: list[Any]) -> tuple[Terms, int]:
-    name, size, theirs, eager, early, number = fields
-    for what, ours, other in (
-        ("job name", job.name, name),
-        ("world_size", job.world_size, size),
-        ("chunk_bytes", chunk, theirs),
-    ):
+def _checked(job: Job, rank: int, fields: list[Any]) -> tuple[Terms, int]:
+    name, size, alike, eager, early, number = fields
+    for what, ours, other in (("job name", job.name, name), ("world_size", job.world_size, size)):
         if ours != other:
             raise ConfigError(
                 f"rank {job.rank} has the {what} {ours!r} and rank {rank} has {other!r}; give all ranks one"
             )
+    check_alike({job.rank: job.alike or "", rank: alike})
     return Terms(eager, early), number
