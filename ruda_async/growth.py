@@ -59,7 +59,7 @@ class Grow(AllGatherObject):
 
 async def grow(comm: AsyncCommunicator, n: int, url: str | None, seconds: float) -> AsyncCommunicator:
     """See `AsyncCommunicator.grow`."""
-    _see_that_it_can(comm.node.home)
+    _see_that_it_can(comm.node.home, comm.node.capabilities.grows)
     sequence = comm._channel.next
     await comm._call(Grow(n), seconds)
     # Numbered like the call, so that every member opens the same, and no other growth meets it.
@@ -138,13 +138,13 @@ async def _lead(
             listener.close()
 
 
-def _see_that_it_can(home: Config) -> None:
+def _see_that_it_can(home: Config, grows: bool) -> None:
     """Refuse where another engine places the ranks: alike on all of them, so nobody waits.
 
     Raises:
         ConfigError
     """
-    if home.plugin.rank_per == "engine":
+    if not grows:
         other = default_plugin(network=True).example
         raise ConfigError(
             f"{home.scheme}:// takes in no new ranks, since another engine places and numbers them; for "
@@ -192,7 +192,7 @@ async def _meet_all(comm: AsyncCommunicator, grown: Config, side: AsyncCommunica
 
 async def join(kind: type[AsyncCommunicator], config: Config) -> AsyncCommunicator:
     """Come to a running job; the errors are those of `admission.knock` and `open_transport`."""
-    _see_that_it_can(config)
+    _see_that_it_can(config, config.plugin.rank_per != "engine")
     grown = await admission.knock(config)
     return await _meet(kind, grown, config, config.settings, config.timeout)
 

@@ -110,6 +110,7 @@ class Job:
         wrap_stream: from a wrapper: called with every stream that `FramedTransport` is about to run over.
         alike: the parameters that have to be the same on all ranks, as text; None where a meeting has seen
             to it already.
+        grows: as `Capabilities.grows` has it, of the place where ranks meet.
         extra_dials: from a wrapper: connections that `Mesh` makes to each lower rank beyond the one it uses.
     """
 
@@ -129,6 +130,7 @@ class Job:
     wrap_stream: StreamWrapper | None = field(default=None, repr=False)
     extra_dials: int = 0
     alike: str | None = None
+    grows: bool = True
 
     async def meet(self, payload: bytes, address: tuple[str, int] | str | None = None) -> Meeting:
         """Give every rank this rank's `payload`; get all ranks' payloads, in rank order.

@@ -93,6 +93,7 @@ class MpiPlugin:
                 eager_bytes=parameters.eager_bytes,
                 segment_bytes=parameters.segment_bytes,
                 notices_loss=False,
+                grows=False,
                 latency=25e-6,
                 bandwidth=3e9,
             ),

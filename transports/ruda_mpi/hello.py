@@ -25,6 +25,9 @@ __all__ = ["greet"]
 _LARGEST = 1024
 #: Seconds between two looks for greetings.
 _NAP = 1e-3
+#: By tag and rank: greetings that came just as an attempt failed. They are of that rank's next attempt, which
+#: does not repeat them.
+_unread: dict[tuple[int, int], list[bytes]] = {}
 
 
 async def greet(job: Job, terms: Terms) -> tuple[dict[int, Terms], int]:
@@ -49,30 +52,40 @@ async def greet(job: Job, terms: Terms) -> tuple[dict[int, Terms], int]:
     told: dict[int, tuple[Terms, int]] = {}
     missing = set(others)
     status = MPI.Status()
+
+    def hear(rank: int, data: bytes) -> None:
+        kind, *rest = _read(data, rank)
+        if kind == "hello":
+            told[rank] = _checked(job, rank, rest)
+            answer = msgpack.packb(["here", told[rank][1]])
+            sends.append((world.Isend([answer, MPI.BYTE], rank, tag), answer))
+        elif rest == [number] and rank in told:
+            missing.discard(rank)
+
     try:
+        for rank in others:
+            for data in _unread.pop((tag, rank), ()):
+                hear(rank, data)
         while missing:
             heard = False
-            for rank in others:
-                if rank not in receives or not receives[rank].Test(status):
+            for rank in list(receives):
+                if not receives[rank].Test(status):
                     continue
                 heard = True
-                kind, *rest = _read(bytes(rooms[rank][: status.Get_count(MPI.BYTE)]), rank)
-                if kind == "hello":
-                    told[rank] = _checked(job, rank, rest)
-                    answer = msgpack.packb(["here", told[rank][1]])
-                    sends.append((world.Isend([answer, MPI.BYTE], rank, tag), answer))
-                elif rest == [number] and rank in told:
-                    missing.discard(rank)
-                    del receives[rank]
-                    continue
-                receives[rank] = world.Irecv([rooms[rank], MPI.BYTE], rank, tag)
+                del receives[rank]  # it is over, and what follows may fail
+                hear(rank, bytes(rooms[rank][: status.Get_count(MPI.BYTE)]))
+                if rank in missing:
+                    receives[rank] = world.Irecv([rooms[rank], MPI.BYTE], rank, tag)
             if not heard:
                 await asyncio.sleep(_NAP)
                 _look_at_clock(job, missing)
     finally:
-        for request in receives.values():
+        for rank, request in receives.items():
             request.Cancel()
-        keep_requests([*sends, *((request, rooms[rank]) for rank, request in receives.items())])
+            request.Wait(status)  # at once, after that
+            if not status.Is_cancelled():
+                _unread.setdefault((tag, rank), []).append(bytes(rooms[rank][: status.Get_count(MPI.BYTE)]))
+        keep_requests(sends)
     first = number if job.rank == 0 else told[0][1]
     return {rank: terms for rank, (terms, _) in told.items()}, first
 

@@ -58,7 +58,12 @@ async def open_transport(job: Job, backend: str, links: Plugin, *, placed: bool)
     linked = replace(job, parameters=extract_parameters(links.parameters, job.parameters))
     if placed:
         store = _dist.PrefixStore(f"ruda/{job.name}", _dist.distributed_c10d._get_default_store())
-        linked = replace(linked, host=job.host or os.environ.get("MASTER_ADDR"), rendezvous=_meet_in(store))
+        linked = replace(
+            linked,
+            host=job.host or os.environ.get("MASTER_ADDR"),
+            rendezvous=_meet_in(store),
+            grows=False,  # nor does the program's group
+        )
     transport = await links.connect(linked)
     try:
         server, dial = await _store(transport, linked)
