@@ -22,6 +22,7 @@ from .errors import CollectiveTimeoutError, ConfigError, PeerLostError, Protocol
 from .opening import open_transport
 from .rendezvous import OtherJobError, meet, visit
 from .tags import CONTROL_TAG
+from .transport.alike import NotAlikeError
 from .transport.registry import is_network
 from .transport.threads import in_thread
 
@@ -106,14 +107,12 @@ def _admission(config: Config, rank: int, deadline: float) -> Config:
 # ---------------------------------------------------------------------- the lowest member
 
 
-async def admit(
-    config: Config, count: int, deadline: float, members: asyncio.Future[None]
-) -> list[Transport]:
+async def admit(config: Config, count: int, seconds: float, members: asyncio.Future[None]) -> list[Transport]:
     """Let `count` newcomers in; a link to each, in the order in which they came.
 
     Args:
         config: where newcomers knock.
-        deadline: `time.monotonic` seconds.
+        seconds: how long they have.
         members: done, with an error, when some member cannot go on.
 
     Raises:
@@ -121,7 +120,7 @@ async def admit(
         ConfigError: this process cannot listen there.
         PeerLostError, CollectiveCancelledError: what `members` has.
     """
-    admission = asyncio.ensure_future(_admit(config, count, deadline))
+    admission = asyncio.ensure_future(_admit(config, count, seconds))
     try:
         await asyncio.wait((admission, members), return_when=asyncio.FIRST_COMPLETED)
         if not admission.done():
@@ -133,7 +132,8 @@ async def admit(
             await asyncio.gather(admission, return_exceptions=True)
 
 
-async def _admit(config: Config, count: int, deadline: float) -> list[Transport]:
+async def _admit(config: Config, count: int, seconds: float) -> list[Transport]:
+    deadline = monotonic() + seconds
     links: list[Transport] = []
     watches: dict[asyncio.Task[None], Transport] = {}
     why = ""
@@ -146,16 +146,17 @@ async def _admit(config: Config, count: int, deadline: float) -> list[Transport]
                 return links
             if monotonic() >= deadline:
                 raise CollectiveTimeoutError(
-                    f"grow: {len(links)} of {count} new ranks came to {_place(config)} in time; start them "
-                    f"with connect(url, join=True) and this job's secret, or raise timeout={why}"
+                    f"grow waited {seconds:.3g} s: {len(links)} of {count} new ranks came to "
+                    f"{_place(config)}; start {count - len(links)} more with connect(url, join=True) and "
+                    f"this job's secret meanwhile, or raise timeout={_meanwhile(why)}"
                 )
             try:
                 link = await _admit_one(config, deadline)
-            except CollectiveTimeoutError as error:
-                why = f" ({error})"
+            except CollectiveTimeoutError as error:  # nobody came, which is no news
+                why = error.seen or why
                 continue
-            except (PeerLostError, TimeoutError) as error:
-                why = f" ({error})" if str(error) else ""
+            except (PeerLostError, NotAlikeError, TimeoutError) as error:
+                why = str(error) or why
                 continue
             links.append(link)
             watches[asyncio.ensure_future(_until_lost(link))] = link
@@ -236,38 +237,41 @@ async def knock(config: Config) -> Config:
     Raises:
         CollectiveTimeoutError: no `grow` took this process in before the deadline.
         AuthenticationError: the job has another secret.
-        ConfigError: the address cannot be used.
+        ConfigError: the address cannot be used, or the job has other parameters that have to be the same.
     """
     deadline = monotonic() + config.timeout
     pause = _FIRST_PAUSE
-    why: RudaError | None = None
+    why = ""
     while monotonic() < deadline:
         try:
             link = await open_transport(_admission(config, 1, deadline), visit)
+        except NotAlikeError:
+            raise
         except ConfigError as error:
             # Another newcomer is being let in, or the job itself still meets there.
             if error.rank != 1 and not isinstance(error, OtherJobError):
                 raise
-            why = error
-        except (CollectiveTimeoutError, PeerLostError) as error:
-            why = error
+            why = str(error)
+        except CollectiveTimeoutError as error:
+            why = error.seen
+        except PeerLostError as error:
+            why = str(error)
         else:
             try:
                 async with asyncio.timeout(deadline - monotonic()):
                     ticket = await _receive(link)
                 return ticket._replace(host=config.host).apply(config)
             except PeerLostError as error:
-                why = error  # that grow() failed, and another may follow
+                why = str(error)  # that grow() failed, and another may follow
             except TimeoutError:
-                why = None
+                why = "it came to one that still waits for others"
             finally:
                 await link.close()
         await asyncio.sleep(min(pause, max(deadline - monotonic(), 0)))
         pause = min(2 * pause, _LAST_PAUSE)
     raise CollectiveTimeoutError(
-        f"no job at {_place(config)} took this process in within timeout={config.timeout:g} s"
-        + (f" ({why})" if why is not None else "")
-        + "; every member has to call grow(), with room for this process"
+        f"no job at {_place(config)} took this process in within timeout={config.timeout:g} s; every member "
+        f"has to call grow(), with room for this process, while it waits{_meanwhile(why)}"
     ) from None
 
 
@@ -281,5 +285,11 @@ async def _receive(link: Transport) -> Invitation:
 
 
 def _place(config: Config) -> str:
-    host = config.host or ("127.0.0.1" if is_network(config.plugin) else "")
-    return f"{config.scheme}://{host}{f':{config.port}' if config.port else ''}/{config.name}"
+    if not is_network(config.plugin):
+        return f"{config.scheme}://{config.name}"
+    return f"{config.scheme}://{config.host or '127.0.0.1'}:{config.port or 0}/{config.name}"
+
+
+def _meanwhile(why: str) -> str:
+    """What was seen last, at the end of a text."""
+    return f" (the last that was seen: {why})" if why else ""

@@ -19,7 +19,7 @@ from time import monotonic
 from typing import Any, Generic, TypeVar
 
 from .errors import CollectiveTimeoutError, CommunicatorClosedError, RudaError
-from .handover import hand_over, rest_of
+from .handover import Handed, hand_over, rest_of
 from .interrupts import Interrupt, deferred_interrupt
 from .tensors.device import note_streams
 from .transport.framed.activity import blocking
@@ -330,19 +330,32 @@ class BackgroundLoop:
     def _submit(
         self, call: Coroutine[Any, Any, R], *, may_not_begin: bool = False
     ) -> concurrent.futures.Future[R]:
-        with self._news:
-            if self.stopped:  # since `_check`: nobody would run it
-                call.close()
-                raise CommunicatorClosedError(_CLOSED)
-            self._started += 1
-            self._news.notify_all()
+        future: Handed[R] | None = None
         try:
-            context = contextvars.copy_context()
-            context.run(note_streams)
-            return context.run(hand_over, call, self._loop, self._finished, may_not_begin=may_not_begin)
-        except BaseException:  # Ctrl-C; who is counted for good makes every later call wait for a turn
-            self._finished()
+            # A call is handed over and counted, or neither: one that is counted for good makes every later
+            # call wait for a turn.
+            with deferred_interrupt():
+                with self._news:
+                    if self.stopped:  # since `_check`: nobody would run it
+                        raise CommunicatorClosedError(_CLOSED)
+                    self._started += 1
+                    self._news.notify_all()
+                try:
+                    context = contextvars.copy_context()
+                    context.run(note_streams)
+                    future = context.run(
+                        hand_over, call, self._loop, self._finished, may_not_begin=may_not_begin
+                    )
+                except BaseException:
+                    self._finished()
+                    raise
+        except BaseException:
+            if future is None:
+                call.close()
+            else:
+                future.cancel()  # the interrupt came meanwhile, and nobody will hear of the call
             raise
+        return future
 
     def _finished(self) -> None:
         with self._news:

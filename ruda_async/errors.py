@@ -102,11 +102,15 @@ class CollectiveTimeoutError(RudaError, TimeoutError):
     Attributes:
         rank: the rank whose deadline passed; None for set-up.
         missing: the ranks that had not been heard from.
+        seen: what went wrong meanwhile, such as connections that were refused or dropped; for people.
     """
 
-    def __init__(self, message: str = "", *, rank: int | None = None, missing: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, message: str = "", *, rank: int | None = None, missing: tuple[int, ...] = (), seen: str = ""
+    ) -> None:
         super().__init__(message, rank=rank)
         self.missing = missing
+        self.seen = seen
 
 
 class CollectiveCancelledError(RudaError):

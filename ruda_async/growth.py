@@ -9,8 +9,9 @@ links stay as they were, and carry the agreement on whether it went well.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from . import admission, errors
@@ -18,7 +19,7 @@ from .admission import Invitation
 from .collectives.movement import agreed
 from .collectives.objects import AllGatherObject
 from .config import Config, resolve
-from .errors import ConfigError, RudaError, TensorContractError
+from .errors import CollectiveTimeoutError, ConfigError, RudaError, TensorContractError
 from .notices import Failure
 from .opening import open_transport
 from .tags import channel_id
@@ -58,7 +59,7 @@ class Grow(AllGatherObject):
 
 async def grow(comm: AsyncCommunicator, n: int, url: str | None, seconds: float) -> AsyncCommunicator:
     """See `AsyncCommunicator.grow`."""
-    _see_that_it_can(comm.node.home)
+    _see_that_it_can(comm.node.home, comm.node.capabilities.grows)
     sequence = comm._channel.next
     await comm._call(Grow(n), seconds)
     # Numbered like the call, so that every member opens the same, and no other growth meets it.
@@ -75,9 +76,18 @@ async def grow(comm: AsyncCommunicator, n: int, url: str | None, seconds: float)
         except asyncio.CancelledError:
             _give_up(hold)
             raise
+        except CollectiveTimeoutError:
+            raise CollectiveTimeoutError(
+                f"grow: rank 0, which lets new ranks in, did not say within {seconds:g} s, and "
+                f"{admission.LINK_SECONDS:g} s more, whether they came; see whether its event loop stands "
+                "still",
+                rank=comm.rank,
+                missing=(0,),
+            ) from None
         if "error" in told:
             raise _from_outcome(told)
-        await hold.barrier(timeout=admission.LINK_SECONDS)
+        with _last_steps():
+            await hold.barrier(timeout=admission.LINK_SECONDS)
         invitation = Invitation(**told)._replace(rank=comm.rank)
         return await _meet_all(comm, invitation.apply(comm.node.home), side)
     finally:
@@ -101,7 +111,7 @@ async def _lead(
     try:
         try:
             home = home if url is None else _elsewhere(home, url)
-            links = await admission.admit(home, n, monotonic() + seconds, holding)
+            links = await admission.admit(home, n, seconds, holding)
             name, listener = await admission.listen(home)
         except asyncio.CancelledError:
             _give_up(side)
@@ -113,7 +123,8 @@ async def _lead(
         port = None if listener is None else listener.getsockname()[1]
         invitation = Invitation(name, 0, comm.world_size + n, home.host, port)
         await side.broadcast_object(invitation._asdict(), 0)
-        await holding
+        with _last_steps():
+            await holding
         await admission.invite(links, comm.world_size, invitation)
         links = []
         descriptor = None if listener is None else listener.fileno()
@@ -127,13 +138,13 @@ async def _lead(
             listener.close()
 
 
-def _see_that_it_can(home: Config) -> None:
+def _see_that_it_can(home: Config, grows: bool) -> None:
     """Refuse where another engine places the ranks: alike on all of them, so nobody waits.
 
     Raises:
         ConfigError
     """
-    if home.plugin.rank_per == "engine":
+    if not grows:
         other = default_plugin(network=True).example
         raise ConfigError(
             f"{home.scheme}:// takes in no new ranks, since another engine places and numbers them; for "
@@ -164,7 +175,8 @@ async def _meet_all(comm: AsyncCommunicator, grown: Config, side: AsyncCommunica
         except RudaError as error:
             failure = error
         told = None if failure is None else _as_outcome(failure)
-        outcomes = await side.all_gather_object(told, timeout=3 * admission.LINK_SECONDS)
+        with _last_steps(3):
+            outcomes = await side.all_gather_object(told, timeout=3 * admission.LINK_SECONDS)
         bad = next((rank for rank, outcome in enumerate(outcomes) if outcome is not None), None)
         if failure is None and bad is not None:
             failure = _from_outcome(outcomes[bad])
@@ -180,7 +192,7 @@ async def _meet_all(comm: AsyncCommunicator, grown: Config, side: AsyncCommunica
 
 async def join(kind: type[AsyncCommunicator], config: Config) -> AsyncCommunicator:
     """Come to a running job; the errors are those of `admission.knock` and `open_transport`."""
-    _see_that_it_can(config)
+    _see_that_it_can(config, config.plugin.rank_per != "engine")
     grown = await admission.knock(config)
     return await _meet(kind, grown, config, config.settings, config.timeout)
 
@@ -189,17 +201,42 @@ async def _meet(
     kind: type[AsyncCommunicator], grown: Config, home: Config, settings: Settings, timeout: float
 ) -> AsyncCommunicator:
     """Meet the others of a grown job, and see that all are linked."""
-    transport = await open_transport(grown)
-    communicator = await kind.over(transport, grown, home, settings, timeout, within=admission.LINK_SECONDS)
+    with _last_steps():
+        transport = await open_transport(grown)
+        within = admission.LINK_SECONDS
+        communicator = await kind.over(transport, grown, home, settings, timeout, within=within)
     try:
         linked = communicator.channel("grown")
-        await linked.barrier(timeout=admission.LINK_SECONDS)
+        with _last_steps():
+            await linked.barrier(timeout=admission.LINK_SECONDS)
         await linked.close()
     except BaseException:
         communicator.abort("the grown job did not come about")
         await communicator.close()
         raise
     return communicator
+
+
+@contextmanager
+def _last_steps(times: int = 1) -> Iterator[None]:
+    """Around steps that have `times` `LINK_SECONDS`, whatever the caller's timeout: what to do then.
+
+    Raises:
+        CollectiveTimeoutError
+    """
+    try:
+        yield
+    except CollectiveTimeoutError as error:
+        ranks = ", ".join(map(str, error.missing))
+        who = f"rank{'s' if error.missing[1:] else ''} {ranks} of the grown job" if ranks else "some rank"
+        raise CollectiveTimeoutError(
+            f"grow: all new ranks had come, and then {who} did not link up within "
+            f"{times * admission.LINK_SECONDS:g} s; see whether it died or stands still, and call grow() and "
+            f"connect(join=True) again{f' ({error.seen})' if error.seen else ''}",
+            rank=error.rank,
+            missing=error.missing,
+            seen=error.seen,
+        ) from None
 
 
 def _as_outcome(error: RudaError) -> dict[str, Any]:

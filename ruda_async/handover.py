@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Generator
 from contextlib import suppress
 from typing import Any, TypeVar
 
-__all__ = ["hand_over", "rest_of"]
+__all__ = ["Handed", "hand_over", "rest_of"]
 
 R = TypeVar("R")
 

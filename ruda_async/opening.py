@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from .errors import ConfigError, RudaError
 from .rendezvous import meet
 from .transport.job import Job, Rendezvous
+from .transport.parameters import alike_text
 
 if TYPE_CHECKING:
     from .config import Config
@@ -32,6 +33,7 @@ async def open_transport(config: Config, rendezvous: Rendezvous = meet) -> Trans
         ports=config.ports,
         listen_fd=config.listen_fd,
         rendezvous=rendezvous,
+        alike=alike_text(config.parameters),
     )
     try:
         transport = await config.plugin.connect(job)

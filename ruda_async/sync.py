@@ -19,6 +19,7 @@ from . import communicator as _async
 from .background import BackgroundLoop, Work
 from .connecting import connect as _connect
 from .errors import CommunicatorClosedError, RudaError
+from .interrupts import deferred_interrupt
 from .node import Node
 from .observe.recorder import Stats
 from .operations import AsyncOperations
@@ -235,15 +236,23 @@ class _Starter:
         method = getattr(communicator._inner, name)
 
         def start(*args: Any, **options: Any) -> Work[Any]:
-            call = method(*args, **options)
-            communicator._check(call)
-            # A small message leaves at once, without a task of its own.
-            return communicator._loop.start(
-                call,
-                f"rank {communicator.rank}, {name}",
-                by_hand=name == "send",
-                may_not_begin=name in _POINT_TO_POINT,
-            )
+            work: Work[Any] | None = None
+            try:
+                with deferred_interrupt():  # from when there is a call until there is a handle on it
+                    call = method(*args, **options)
+                    communicator._check(call)
+                    # A small message leaves at once, without a task of its own.
+                    work = communicator._loop.start(
+                        call,
+                        f"rank {communicator.rank}, {name}",
+                        by_hand=name == "send",
+                        may_not_begin=name in _POINT_TO_POINT,
+                    )
+            except KeyboardInterrupt:
+                if work is not None:
+                    work.cancel()  # nobody has the handle
+                raise
+            return work
 
         start.__name__ = name
         return start

@@ -66,6 +66,20 @@ async def natively() -> None:
 
 
 @body
+async def parameters_that_differ() -> None:
+    """Every rank is told, and the job's name is free for the next."""
+    rank = ruda_async.config.resolve(URL).rank
+    for name, odd, usual in (("chunk_bytes", 4096, 131072), ("native_bytes", 5, 262144)):
+        error = await outcome(connect(**({name: odd} if rank == 3 else {})))
+        assert isinstance(error, ConfigError), error
+        assert f"rank 3 has {name}={odd} and rank" in str(error)
+        assert f"has {name}={usual}" in str(error)
+        assert error.rank == 3
+        async with connect() as comm:
+            await comm.barrier()
+
+
+@body
 async def by_our_own_algorithms() -> None:
     """Over the links alone; the documented order holds, NaN is kept, halves round once."""
     async with connect(algorithm="pairwise") as comm:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import pytest
 
-from ruda_async import CommunicatorClosedError
+from ruda_async import CommunicatorClosedError, background, sync
 from ruda_async.background import BackgroundLoop
 from ruda_async.handover import hand_over
 
@@ -243,3 +246,52 @@ def test_what_a_transfer_took_before_it_heard_of_its_cancellation_is_not_lost() 
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
     assert not future.cancel()
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("way", ["all_reduce", "send"])
+@pytest.mark.parametrize("place", ["made", "checked", "before", "after"])
+def test_ctrl_c_while_a_call_is_started(
+    way: str, place: str, ctrl_c: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call is over, or it was never made: nobody has a handle on it."""
+    struck = []
+
+    def strike() -> None:
+        if not struck and threading.current_thread() is threading.main_thread():
+            struck.append(place)
+            signal.raise_signal(signal.SIGINT)
+
+    def striking(function: Any, first: bool) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            if first:
+                strike()
+            result = function(*args, **options)
+            strike()
+            return result
+
+        return call
+
+    with (
+        sync.connect("memory://struck", rank=0, world_size=1) as comm,
+        warnings.catch_warnings(record=True) as seen,
+    ):
+        warnings.simplefilter("always")
+        given = (np.ones(3),) if way == "all_reduce" else (np.ones(3), 0)
+        with monkeypatch.context() as patch:
+            if place == "made":
+                patch.setattr(comm._inner, way, striking(getattr(comm._inner, way), False), raising=False)
+            elif place == "checked":
+                patch.setattr(comm, "_check", striking(comm._check, True))
+            else:
+                patch.setattr(background, "hand_over", striking(hand_over, place == "before"))
+                patch.setattr(comm._loop, "_take_at_once", lambda: False)
+            with pytest.raises(KeyboardInterrupt):
+                getattr(comm.start, way)(*given)
+        assert struck == [place]
+        assert comm.start.all_reduce(np.ones(3)).wait(LONG).tolist() == [1, 1, 1]
+        while comm._loop._started:
+            comm.all_reduce(np.ones(3))
+        gc.collect()
+        assert comm._loop._started == 0
+        assert [str(one.message) for one in seen] == []

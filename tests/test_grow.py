@@ -127,8 +127,9 @@ async def test_nobody_comes(url: str) -> None:
     async def body(comm: AsyncCommunicator) -> None:
         error = await outcome(comm.grow(1, timeout=0.5))
         assert isinstance(error, CollectiveTimeoutError), error
-        assert "0 of 1 new ranks" in str(error)
-        assert "join=True" in str(error)
+        assert str(error).startswith("grow waited 0.5 s: 0 of 1 new ranks came to ")
+        assert str(error).endswith("and this job's secret meanwhile, or raise timeout=")
+        assert "start 1 more with connect(url, join=True)" in str(error)
         await works(comm)
 
     await run_ranks(3, body, url=url, limit=60)
@@ -154,11 +155,34 @@ async def test_after_a_failed_growth_the_next_one_works(url: str) -> None:
 @pytest.mark.parametrize("scheme", ["tcp", "shm"])
 async def test_a_newcomer_with_another_secret(scheme: str) -> None:
     async def member(comm: AsyncCommunicator) -> None:
-        assert isinstance(await outcome(comm.grow(1, timeout=1)), CollectiveTimeoutError)
+        error = await outcome(comm.grow(1, timeout=1))
+        assert isinstance(error, CollectiveTimeoutError)
+        assert "connections dropped: " in str(error)
+        assert "did not prove this job's secret" in str(error)
         await works(comm)
 
     (found,) = await with_newcomers(fresh_url(scheme), 2, member, 1, secret="another")
     assert isinstance(found, AuthenticationError), found
+
+
+async def test_a_newcomer_that_was_taken_in_and_does_not_link_up(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The deadline of these steps is none that the caller gave, so another remedy is named."""
+    monkeypatch.setattr(admission, "LINK_SECONDS", 1.5)
+
+    async def member(comm: AsyncCommunicator) -> None:
+        error = await outcome(comm.grow(1, timeout=30))
+        assert isinstance(error, CollectiveTimeoutError), error
+        assert "all new ranks had come, and then rank" in str(error)
+        assert "2 of the grown job did not link up within 1.5 s" in str(error)
+        assert "call grow() and connect(join=True) again" in str(error)
+        assert "raise timeout=" not in str(error)
+        await works(comm)
+
+    knocking = asyncio.ensure_future(admission.knock(resolve(url, join=True, timeout=30)))
+    await run_ranks(2, member, url=url, limit=60)
+    assert (await knocking).rank == 2
 
 
 async def test_more_come_than_are_taken_in(url: str) -> None:

@@ -30,6 +30,7 @@ TOGETHER = [
     "many_channels_at_once",
     "failures",
     "connecting_again",
+    "parameters_that_differ",
     "who_does_not_come",
     "waiting_is_cheap",
     "blocking_calls",

@@ -95,6 +95,15 @@ async def test_large_ones_without_being_asked(url: str) -> None:
     assert ": gloo" not in exact
 
 
+async def test_the_size_from_which_gloo_runs_calls_is_one_for_all(url: str) -> None:
+    async def connected(rank: int, **options: int) -> Any:
+        return await outcome(ruda_async.connect(url, rank=rank, world_size=2, timeout=30, **options))
+
+    errors = await asyncio.gather(connected(0), connected(1, native_bytes=100))
+    text = "rank 1 has native_bytes=100 and rank 0 has native_bytes=262144; give all ranks the same"
+    assert [str(error) for error in errors] == [text] * 2
+
+
 async def test_channels_at_once_and_failures(engine: str, url: str) -> None:
     async def body(comm: AsyncCommunicator) -> None:
         rank, size = comm.rank, comm.world_size
@@ -161,35 +170,37 @@ async def test_a_group_that_nobody_waits_for_any_more_is_not_waited_for_in_torch
 
 
 @pytest.mark.parametrize("failing", [False, True])
-async def test_what_gloo_calls_back_does_not_keep_its_group(
+async def test_a_collective_that_is_over_does_not_keep_its_group(
     monkeypatch: pytest.MonkeyPatch, failing: bool
 ) -> None:
-    """A thread of the group drops it some time after the call is over, and may not be its last user."""
+    """Nor does the thread that looks, which sleeps afterwards and may not be its last user."""
     from ruda_torch import gloo
-
-    kept: list[Callable[[Any], None]] = []
 
     class Group:
         """In the place of Gloo's."""
 
-    class Future:
-        def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-            kept.append(callback)
+    class Work:
+        over = False
 
-        def value(self) -> None:
+        def is_completed(self) -> bool:
+            return self.over
+
+        def wait(self) -> None:
             if failing:
                 raise RuntimeError("Connection closed by peer")
 
-    work = SimpleNamespace(get_future=Future)
+    work = Work()
     monkeypatch.setattr(gloo, "start", lambda *_: work)
     monkeypatch.setattr(gloo, "tensor", lambda view, call: view)
     group, nothing = Group(), memoryview(b"")
     gone = weakref.ref(group)
     stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    running = asyncio.ensure_future(gloo.finished(group, None, None, nothing, nothing, stop))
-    while not kept:
-        await asyncio.sleep(0)
-    await asyncio.to_thread(kept[0], Future())
+    call = SimpleNamespace(operation="all_reduce")
+    execute: Any = gloo.GlooProvider.execute
+    running = asyncio.ensure_future(execute(None, group, None, call, nothing, nothing, stop))
+    await asyncio.wait((running,), timeout=0.05)
+    assert not running.done()
+    work.over = True
     error = await outcome(running)
     assert (None if error is None else str(error)) == ("Connection closed by peer" if failing else None)
     del error, running, group
@@ -216,13 +227,13 @@ def test_the_whole_conformance_suite(url: str, name: str) -> None:
     run_scenario(name, url)
 
 
-def in_processes(size: int, environment: Callable[[int], dict[str, str]]) -> None:
-    """`torch_ranks.py` in so many processes."""
-    script = str(Path(__file__).with_name("torch_ranks.py"))
+def in_processes(size: int, script: str, environment: Callable[[int], dict[str, str]], *given: str) -> None:
+    """The script beside this one in so many processes."""
+    path = str(Path(__file__).with_name(script))
     clean = {k: v for k, v in os.environ.items() if not k.startswith("RUDA_")}
     ranks = [
         subprocess.Popen(
-            [sys.executable, script],
+            [sys.executable, path, *given],
             env=clean | environment(rank),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -244,6 +255,7 @@ def test_on_the_programs_own_process_group() -> None:
     port = str(free_port())
     in_processes(
         2,
+        "torch_ranks.py",
         lambda rank: {
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
@@ -251,3 +263,17 @@ def test_on_the_programs_own_process_group() -> None:
             "WORLD_SIZE": "2",
         },
     )
+
+
+@pytest.mark.parametrize("how", ["cancelled", "timed out"])
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter", "broadcast"])
+def test_a_process_ends_well_while_gloo_still_has_its_call(url: str, operation: str, how: str) -> None:
+    """torch can neither take the call back, nor free it before it is over."""
+    for _ in range(2):
+        in_processes(
+            2,
+            "torch_given_up.py",
+            lambda rank: {"RUDA_URL": f"{url}?rank={rank}&world_size=2"},
+            operation,
+            how,
+        )

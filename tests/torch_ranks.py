@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -17,6 +18,8 @@ def main() -> None:
             assert torch.equal(comm.all_reduce(x), torch.full((1000,), 2.0 * turn + 1))
             assert ": gloo, " in comm.explain("all_reduce", 4000)
             theirs = x.clone()
+            with pytest.raises(ruda_async.ConfigError, match="takes in no new ranks"):
+                comm.grow(1, timeout=10)
             dist.all_reduce(theirs)  # the program's group still works beside it
             assert torch.equal(theirs, torch.full((1000,), 2.0 * turn + 1))
     dist.destroy_process_group()

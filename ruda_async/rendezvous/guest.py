@@ -154,6 +154,7 @@ class Guest:
             f"rank {job.rank} of {job.world_size}: rank 0 was not reached within timeout={job.timeout:g} s "
             f"({tried}); see that rank 0 runs there, check host and port, or raise timeout=",
             missing=(0,),
+            seen=tried,
         )
 
 

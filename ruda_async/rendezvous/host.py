@@ -154,12 +154,12 @@ class Host:
         text = f"{_ranks_text(missing)} of {self.job.world_size} did not come to {self.where} {when}"
         if gave_up := sorted(absent.difference(missing)):
             text += f"; {_ranks_text(gave_up)} came and left at their own deadline"
-        for refused in self._refused:
-            text += f"; {refused}"
+        seen = list(self._refused)
         if self._dropped:
-            text += f"; connections dropped: {self._dropped}, the last because {self._last_drop}"
+            seen.append(f"connections dropped: {self._dropped}, the last because {self._last_drop}")
+        text = "; ".join([text, *seen])
         text += "; see why they did not come, start the ranks closer together, or raise timeout="
-        return CollectiveTimeoutError(text, missing=tuple(missing))
+        return CollectiveTimeoutError(text, missing=tuple(missing), seen="; ".join(seen))
 
     # -- connections
 

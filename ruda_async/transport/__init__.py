@@ -16,6 +16,7 @@ from ..errors import (
 from ..installing import how_to_install
 from . import wire
 from .addresses import listen_for_ranks, no_address, reachable_address, resolve
+from .alike import check_alike
 from .base import (
     DONE,
     MAX_HEAD,
@@ -109,6 +110,7 @@ __all__ = [
     "address_text",
     "awaitable",
     "blocking",
+    "check_alike",
     "composable_plugins",
     "copy",
     "copy_in_turns",

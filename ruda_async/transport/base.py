@@ -108,6 +108,7 @@ class Capabilities:
         device_memory: buffers may be `DeviceBuffer`.
         secure: bytes on the wire are encrypted.
         notices_loss: a dead peer fails pending receives without waiting for their deadline.
+        grows: new ranks may come to a running job; not where another engine places and numbers them.
         max_message: the largest payload of one message in bytes, or None for no limit.
         eager_bytes: payloads up to this size leave at once; larger ones wait for their receive.
         segment_bytes: the payload size at which throughput has levelled off; pipelines cut to this.
@@ -125,6 +126,7 @@ class Capabilities:
     device_memory: bool = False
     secure: bool = False
     notices_loss: bool = True
+    grows: bool = True
     max_message: int | None = None
     eager_bytes: int = 64 * 1024
     segment_bytes: int = 512 * 1024

@@ -57,6 +57,11 @@ class EngineContexts(Generic[C]):
         epoch, _ = self._made.get(group.channel, (-1, None))
         return epoch == group.epoch
 
+    def holds(self, channel: int, making: asyncio.Task[C]) -> bool:
+        """Whether what `making` makes is the channel's context still, and not released. On any thread."""
+        _, current = self._made.get(channel, (-1, None))
+        return current is making
+
     def forget(self, channel: int) -> None:
         """Release the channel's context."""
         _, making = self._made.pop(channel, (-1, None))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from ..errors import CollectiveTimeoutError
+from .alike import check_alike, with_alike, without_alike
 
 if TYPE_CHECKING:
     import socket
@@ -107,6 +108,9 @@ class Job:
         listen_fd: an inherited listening socket for rank 0's rendezvous, from the launcher.
         secure: from a plugin: secures every connection of the rendezvous and of `Mesh`.
         wrap_stream: from a wrapper: called with every stream that `FramedTransport` is about to run over.
+        alike: the parameters that have to be the same on all ranks, as text; None where a meeting has seen
+            to it already.
+        grows: as `Capabilities.grows` has it, of the place where ranks meet.
         extra_dials: from a wrapper: connections that `Mesh` makes to each lower rank beyond the one it uses.
     """
 
@@ -125,19 +129,29 @@ class Job:
     secure: Secure | None = field(default=None, repr=False)
     wrap_stream: StreamWrapper | None = field(default=None, repr=False)
     extra_dials: int = 0
+    alike: str | None = None
+    grows: bool = True
 
     async def meet(self, payload: bytes, address: tuple[str, int] | str | None = None) -> Meeting:
         """Give every rank this rank's `payload`; get all ranks' payloads, in rank order.
 
         Ranks meet at `address`: ``(host, port)``, by default the URL's, or the path of a Unix socket
         (``"\\0name"`` for an abstract one). Rank 0 listens there; every connection proves the job
-        secret first. The payload is at most 64 KiB.
+        secret first. The payload is at most 63 KiB.
+
+        Raises:
+            ConfigError: the ranks disagree on `alike`; on all of them. And what the rendezvous raises.
         """
         if self.rendezvous is None:
             raise RuntimeError("this job has no rendezvous")
         if address is None:
             address = (self.host or "127.0.0.1", self.port or 0)
-        return await self.rendezvous(self, payload, address)
+        if self.alike is None:
+            return await self.rendezvous(self, payload, address)
+        meeting = await self.rendezvous(self, with_alike(self.alike, payload), address)
+        told = [without_alike(data, rank) for rank, data in enumerate(meeting.payloads)]
+        check_alike({rank: alike for rank, (alike, _) in enumerate(told)})
+        return meeting._replace(payloads=[payload for _, payload in told])
 
     def remaining(self) -> float:
         """Seconds left for set-up.

@@ -27,6 +27,7 @@ from ..errors import ConfigError
 
 __all__ = [
     "ParameterRow",
+    "alike_text",
     "describe_parameters",
     "extract_parameters",
     "merge_parameters",
@@ -58,6 +59,7 @@ class _Spec:
     minimum: float | None
     maximum: float | None
     choices: tuple[str, ...]
+    alike: bool
 
 
 class ParameterRow(NamedTuple):
@@ -78,6 +80,7 @@ def param(
     minimum: float | None = None,
     maximum: float | None = None,
     choices: Iterable[str] = (),
+    alike: bool = False,
 ) -> Any:
     """A dataclass field that is a URL parameter.
 
@@ -88,8 +91,10 @@ def param(
             durations (``500ms``, ``2min``).
         minimum, maximum: the range of a number, ends included.
         choices: the texts that are taken, where they are few.
+        alike: it has to be the same on all ranks. `Job.meet` sees to that.
     """
-    return field(default=default, metadata={_KEY: _Spec(doc, unit, minimum, maximum, tuple(choices))})
+    spec = _Spec(doc, unit, minimum, maximum, tuple(choices), alike)
+    return field(default=default, metadata={_KEY: spec})
 
 
 def parse_parameters(
@@ -132,8 +137,18 @@ def describe_parameters(cls: type[Any]) -> list[ParameterRow]:
     rows = []
     for name, spec in _declared(cls).items():
         kind = "|".join(spec.choices) if spec.choices else _type_name(_bare(hints[name]))
-        rows.append(ParameterRow(name, kind, _default_text(defaults[name]), spec.unit or "", spec.doc))
+        doc = f"{spec.doc}; the same on all ranks" if spec.alike else spec.doc
+        rows.append(ParameterRow(name, kind, _text(defaults[name]), spec.unit or "", doc))
     return rows
+
+
+def alike_text(parameters: Any) -> str:
+    """The parameters that have to be the same on all ranks, as ``name=value&…``; see `Job.alike`."""
+    return "&".join(
+        f"{name}={_text(getattr(parameters, name))}"
+        for name, spec in _declared(type(parameters)).items()
+        if spec.alike
+    )
 
 
 def merge_parameters(name: str, *classes: type[Any]) -> type[Any]:
@@ -331,7 +346,7 @@ def _type_name(kind: Any) -> str:
     return "|".join(str(member.value) for member in kind)
 
 
-def _default_text(value: Any) -> str:
+def _text(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, Enum):

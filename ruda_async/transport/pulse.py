@@ -15,11 +15,13 @@ class Pulse:
 
     Args:
         heartbeat: seconds, as in the transport's parameters; 0 where it has none.
+        grows: whether a rank that was dropped may come again, as `Capabilities.grows` has it.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, heartbeat: float) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, heartbeat: float, grows: bool = True) -> None:
         self._loop = loop
         self._heartbeat = heartbeat
+        self._grows = grows
         #: Who was heard at its last beat is not given up sooner.
         self._patience = 1.5 * heartbeat
         self.start()
@@ -47,8 +49,12 @@ class Pulse:
             pause = self._pause
         if not heartbeat or pause <= self._patience:
             return NO_GOODBYE
+        if self._grows:
+            again = "take it in again by grow() and connect(join=True) alone"
+        else:
+            again = "cannot take it in again: end it, and start all ranks anew where they need it"
         return (
             f"{NO_GOODBYE}, after this rank stood still for {pause:.3g} s: the others drop a rank that is "
             f"silent for {self._patience:g} s (heartbeat={heartbeat:g}), so they have likely gone on "
-            "without this one, and take it in again by grow() and connect(join=True) alone"
+            f"without this one, and {again}"
         )

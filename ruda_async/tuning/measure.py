@@ -39,15 +39,13 @@ def measure(url: str, rounds: int = 300, timeout: float = 60.0) -> Numbers:
 
     Args:
         url: a scheme and its parameters; where it names no place, a fresh one is taken.
-        rounds: of short messages; a tenth as many long ones.
+        rounds: of short messages, from 1 on; a tenth as many long ones.
         timeout: seconds for all of it.
 
     Raises:
         ConfigError, TransportUnavailableError: the URL cannot be used here.
         SpawnError: a rank failed.
     """
-    if rounds < 1:
-        raise ConfigError(f"rounds={rounds} is out of range; it is from 1 on")
     parts = split_url(url)
     if not parts.scheme:
         raise ConfigError(f"the URL {parts.text!r} names no transport; write scheme://")

@@ -19,10 +19,10 @@ class Clock:
         return self.now
 
 
-def pulse_of(heartbeat: float) -> tuple[Pulse, Clock]:
+def pulse_of(heartbeat: float, grows: bool = True) -> tuple[Pulse, Clock]:
     clock = Clock()
     loop: asyncio.AbstractEventLoop = clock  # type: ignore[assignment]
-    return Pulse(loop, heartbeat), clock
+    return Pulse(loop, heartbeat, grows), clock
 
 
 @pytest.mark.parametrize("beaten", [False, True])
@@ -35,6 +35,14 @@ def test_a_long_pause_is_told_before_and_after_the_beat_that_was_due(beaten: boo
         assert not pulse.beat()
     assert "after this rank stood still for 31 s" in pulse.no_goodbye()
     assert "silent for 3 s (heartbeat=2)" in pulse.no_goodbye()
+
+
+def test_who_cannot_come_again_is_not_told_to() -> None:
+    pulse, clock = pulse_of(2, grows=False)
+    clock.now += 31
+    assert "after this rank stood still for 31 s" in pulse.no_goodbye()
+    assert "start all ranks anew" in pulse.no_goodbye()
+    assert "grow()" not in pulse.no_goodbye()
 
 
 def test_a_pause_that_peers_bear_with_explains_nothing() -> None:

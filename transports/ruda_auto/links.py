@@ -43,7 +43,11 @@ class _Party:
         self.said: asyncio.Future[bytes] = loop.create_future()
         self._heard: asyncio.Future[Meeting] = loop.create_future()
         own = replace(
-            job, parameters=part_for(plugin.parameters, job.parameters), rendezvous=self._meet, listen_fd=None
+            job,
+            parameters=part_for(plugin.parameters, job.parameters),
+            rendezvous=self._meet,
+            listen_fd=None,
+            alike=None,  # the one meeting sees to it
         )
         self.joining = loop.create_task(_join(plugin, own), name=f"{plugin.scheme} joins {job.name}")
 

@@ -186,6 +186,7 @@ def merged(capabilities: Iterable[Capabilities]) -> Capabilities:
         device_memory=all(one.device_memory for one in every),
         secure=all(one.secure for one in every),
         notices_loss=all(one.notices_loss for one in every),
+        grows=all(one.grows for one in every),
         max_message=min(limits, default=None),
         eager_bytes=min(one.eager_bytes for one in every),
         segment_bytes=max(one.segment_bytes for one in every),

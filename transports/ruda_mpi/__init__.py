@@ -24,6 +24,7 @@ class MpiParameters(FramedParameters):
         unit="bytes",
         minimum=1024,
         maximum=1 << 26,
+        alike=True,
     )
     spin: float = param(
         2e-3,
@@ -44,6 +45,7 @@ class MpiParameters(FramedParameters):
         doc="collectives of at least this input are MPI's own where the rules allow it",
         unit="bytes",
         minimum=0,
+        alike=True,
     )
 
 
@@ -91,6 +93,7 @@ class MpiPlugin:
                 eager_bytes=parameters.eager_bytes,
                 segment_bytes=parameters.segment_bytes,
                 notices_loss=False,
+                grows=False,
                 latency=25e-6,
                 bandwidth=3e9,
             ),

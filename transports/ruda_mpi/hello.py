@@ -16,7 +16,7 @@ from typing import Any
 import msgpack
 from mpi4py import MPI
 
-from ruda_async.transport import CollectiveTimeoutError, ConfigError, Job, ProtocolError, Terms
+from ruda_async.transport import CollectiveTimeoutError, ConfigError, Job, ProtocolError, Terms, check_alike
 
 from .engine import keep_requests
 
@@ -25,23 +25,26 @@ __all__ = ["greet"]
 _LARGEST = 1024
 #: Seconds between two looks for greetings.
 _NAP = 1e-3
+#: By tag and rank: greetings that came just as an attempt failed. They are of that rank's next attempt, which
+#: does not repeat them.
+_unread: dict[tuple[int, int], list[bytes]] = {}
 
 
-async def greet(job: Job, terms: Terms, chunk: int) -> tuple[dict[int, Terms], int]:
+async def greet(job: Job, terms: Terms) -> tuple[dict[int, Terms], int]:
     """Wait for all ranks of `job`.
 
     Returns:
         the other ranks' terms, and a number of 64 bits that rank 0 has drawn for this meeting.
 
     Raises:
-        ConfigError: a rank has another idea of the world size or of ``chunk_bytes``.
+        ConfigError: a rank has another idea of the world size, or of `Job.alike`.
         CollectiveTimeoutError: some ranks did not come in time; they are in ``.missing``.
     """
     world = MPI.COMM_WORLD
     highest: int = world.Get_attr(MPI.TAG_UB)  # type: ignore[assignment]
     tag = highest - int.from_bytes(hashlib.sha256(job.name.encode()).digest()[:2], "big")
     number = secrets.randbits(64) | 1
-    mine = msgpack.packb(["hello", job.name, job.world_size, chunk, *_pack(terms), number])
+    mine = msgpack.packb(["hello", job.name, job.world_size, job.alike or "", *_pack(terms), number])
     others = [rank for rank in range(job.world_size) if rank != job.rank]
     rooms = {rank: bytearray(_LARGEST) for rank in others}
     receives = {rank: world.Irecv([rooms[rank], MPI.BYTE], rank, tag) for rank in others}
@@ -49,30 +52,40 @@ async def greet(job: Job, terms: Terms, chunk: int) -> tuple[dict[int, Terms], i
     told: dict[int, tuple[Terms, int]] = {}
     missing = set(others)
     status = MPI.Status()
+
+    def hear(rank: int, data: bytes) -> None:
+        kind, *rest = _read(data, rank)
+        if kind == "hello":
+            told[rank] = _checked(job, rank, rest)
+            answer = msgpack.packb(["here", told[rank][1]])
+            sends.append((world.Isend([answer, MPI.BYTE], rank, tag), answer))
+        elif rest == [number] and rank in told:
+            missing.discard(rank)
+
     try:
+        for rank in others:
+            for data in _unread.pop((tag, rank), ()):
+                hear(rank, data)
         while missing:
             heard = False
-            for rank in others:
-                if rank not in receives or not receives[rank].Test(status):
+            for rank in list(receives):
+                if not receives[rank].Test(status):
                     continue
                 heard = True
-                kind, *rest = _read(bytes(rooms[rank][: status.Get_count(MPI.BYTE)]), rank)
-                if kind == "hello":
-                    told[rank] = _checked(job, rank, chunk, rest)
-                    answer = msgpack.packb(["here", told[rank][1]])
-                    sends.append((world.Isend([answer, MPI.BYTE], rank, tag), answer))
-                elif rest == [number] and rank in told:
-                    missing.discard(rank)
-                    del receives[rank]
-                    continue
-                receives[rank] = world.Irecv([rooms[rank], MPI.BYTE], rank, tag)
+                del receives[rank]  # it is over, and what follows may fail
+                hear(rank, bytes(rooms[rank][: status.Get_count(MPI.BYTE)]))
+                if rank in missing:
+                    receives[rank] = world.Irecv([rooms[rank], MPI.BYTE], rank, tag)
             if not heard:
                 await asyncio.sleep(_NAP)
                 _look_at_clock(job, missing)
     finally:
-        for request in receives.values():
+        for rank, request in receives.items():
             request.Cancel()
-        keep_requests([*sends, *((request, rooms[rank]) for rank, request in receives.items())])
+            request.Wait(status)  # at once, after that
+            if not status.Is_cancelled():
+                _unread.setdefault((tag, rank), []).append(bytes(rooms[rank][: status.Get_count(MPI.BYTE)]))
+        keep_requests(sends)
     first = number if job.rank == 0 else told[0][1]
     return {rank: terms for rank, (terms, _) in told.items()}, first
 
@@ -95,7 +108,7 @@ def _pack(terms: Terms) -> tuple[int, int]:
 def _read(data: bytes, rank: int) -> list[Any]:
     try:
         fields = msgpack.unpackb(data, max_str_len=_LARGEST, max_array_len=8)
-        sizes = {"hello": (str, int, int, int, int, int), "here": (int,)}
+        sizes = {"hello": (str, int, str, int, int, int), "here": (int,)}
         kinds = tuple(type(field) for field in fields[1:])
         if kinds != sizes[fields[0]] or not all(f >= 0 for f in fields[1:] if type(f) is int):
             raise ValueError
@@ -104,15 +117,12 @@ def _read(data: bytes, rank: int) -> list[Any]:
     return list(fields)
 
 
-def _checked(job: Job, rank: int, chunk: int, fields: list[Any]) -> tuple[Terms, int]:
-    name, size, theirs, eager, early, number = fields
-    for what, ours, other in (
-        ("job name", job.name, name),
-        ("world_size", job.world_size, size),
-        ("chunk_bytes", chunk, theirs),
-    ):
+def _checked(job: Job, rank: int, fields: list[Any]) -> tuple[Terms, int]:
+    name, size, alike, eager, early, number = fields
+    for what, ours, other in (("job name", job.name, name), ("world_size", job.world_size, size)):
         if ours != other:
             raise ConfigError(
                 f"rank {job.rank} has the {what} {ours!r} and rank {rank} has {other!r}; give all ranks one"
             )
+    check_alike({job.rank: job.alike or "", rank: alike})
     return Terms(eager, early), number

@@ -45,7 +45,7 @@ async def open_transport(job: Job, parameters: MpiParameters, capabilities: Capa
             f"start the processes with mpiexec -n {job.world_size}"
         )
     purge()
-    terms, number = await greet(job, parameters.terms, parameters.chunk_bytes)
+    terms, number = await greet(job, parameters.terms)
     group = everyone.Get_group().Incl(range(job.world_size))
     tag = number % everyone.Get_attr(MPI.TAG_UB)
     try:

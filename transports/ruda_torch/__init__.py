@@ -31,6 +31,7 @@ class TorchParameters:
         doc="collectives of at least this input run in torch.distributed where the rules allow it",
         unit="bytes",
         minimum=0,
+        alike=True,
     )
 
 

@@ -8,11 +8,12 @@ apart from the program's groups: the default group is not touched.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 from ruda_async.transport import EngineContexts, NativeGroup, in_thread
 
-__all__ = ["Groups", "in_background", "missing", "seconds_left"]
+__all__ = ["PATIENCE", "Groups", "in_background", "inside", "meet", "missing", "seconds_left"]
 
 #: Its stores are no part of what it declares for type checkers.
 _dist: Any = dist
@@ -29,6 +30,8 @@ _LONGEST = 60.0
 _SHORTEST = 0.1
 #: Seconds between two looks for the other ranks.
 _PAUSE = 0.001
+#: Seconds that the end of the process waits for threads that are in torch.
+PATIENCE = 5.0
 
 
 def missing(backend: str) -> str | None:
@@ -47,7 +50,39 @@ def seconds_left(group: NativeGroup) -> timedelta:
 
 def in_background(release: Callable[[], object]) -> None:
     """Do elsewhere what may take a while, such as to let go of a group, which joins threads."""
-    threading.Thread(target=release, name="ruda torch group", daemon=True).start()
+
+    def run() -> None:
+        with inside():
+            release()
+
+    threading.Thread(target=run, name="ruda torch group", daemon=True).start()
+
+
+@contextmanager
+def inside() -> Iterator[None]:
+    """Around what may keep a thread in torch for a moment; the end of the process waits for it.
+
+    One that came back from there when the interpreter is at its end would abort the process.
+    """
+    here = object()
+    with _changed:
+        _inside.add(here)
+    try:
+        yield
+    finally:
+        with _changed:
+            _inside.remove(here)
+            _changed.notify_all()
+
+
+_inside: set[object] = set()
+_changed = threading.Condition()
+
+
+@atexit.register
+def _leave() -> None:
+    with _changed:
+        _changed.wait_for(lambda: not _inside, PATIENCE)
 
 
 class Groups(EngineContexts[Any]):
@@ -64,10 +99,6 @@ class Groups(EngineContexts[Any]):
         super().__init__()
         self._dial = dial
         self._make = make
-        #: Set when nobody waits for the group any more that this task makes.
-        self._given_up: weakref.WeakKeyDictionary[asyncio.Task[Any], threading.Event] = (
-            weakref.WeakKeyDictionary()
-        )
 
     async def make(self, group: NativeGroup) -> Any:
         """See `EngineContexts.make`."""
@@ -75,22 +106,26 @@ class Groups(EngineContexts[Any]):
         prefix = f"{group.channel}/{group.epoch}/{ranks}"
         wait = min(seconds_left(group), timedelta(seconds=_LONGEST))
 
-        given_up = threading.Event()
         making = asyncio.current_task()
         assert making is not None
-        self._given_up[making] = given_up
+
+        def given_up() -> bool:
+            return making.done() or not self.holds(group.channel, making)
 
         def start() -> Any:
             store = _dist.PrefixStore(prefix, self._dial(wait))
-            _meet(store, group, wait, given_up)
-            return self._make(store, group.rank, group.size, wait)
+            store.set(f"here/{group.rank}", "")
+            if not meet(store, (f"here/{rank}" for rank in range(group.size)), wait, given_up):
+                raise RuntimeError(
+                    f"not all ranks came to the process group within {wait.total_seconds():g} s"
+                )
+            with inside():
+                return self._make(store, group.rank, group.size, wait)
 
         return await in_thread(start)
 
     def release(self, channel: int, making: asyncio.Task[Any]) -> None:
         """See `EngineContexts.release`."""
-        if (given_up := self._given_up.get(making)) is not None:
-            given_up.set()
         making.add_done_callback(self._release)
 
     def _release(self, making: asyncio.Task[Any]) -> None:
@@ -99,19 +134,23 @@ class Groups(EngineContexts[Any]):
             in_background(held.clear)
 
 
-def _meet(store: Any, group: NativeGroup, wait: timedelta, given_up: threading.Event) -> None:
-    """Wait here, and not in torch, until all ranks make the group: one whose call was given up never does.
+def meet(store: Any, keys: Iterable[str], wait: timedelta, given_up: Callable[[], bool]) -> bool:
+    """Wait here, and not in torch, until `store` has all the keys: the rank that sets one may never come.
 
-    A thread that waits in torch cannot be ended, and aborts the process where that ends meanwhile.
+    A thread that waits in torch cannot be ended, and may abort the process where that ends meanwhile.
+
+    Returns:
+        Whether they came in time.
 
     Raises:
-        RuntimeError: they did not come in time, or nobody waits any more.
+        RuntimeError: nobody waits any more.
     """
     until = monotonic() + wait.total_seconds()
-    keys = [f"here/{rank}" for rank in range(group.size)]
-    store.set(keys[group.rank], "")
-    while not store.check(keys):
-        if given_up.wait(_PAUSE):
+    wanted = list(keys)
+    while not store.check(wanted):
+        if given_up():
             raise RuntimeError("the call was given up")
         if monotonic() > until:
-            raise RuntimeError(f"not all ranks came to the process group within {wait.total_seconds():g} s")
+            return False
+        sleep(_PAUSE)
+    return True

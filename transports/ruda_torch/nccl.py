@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ruda_async.transport import NativeCall, NativeGroup, in_thread
 
 from .calls import start, tensor
-from .groups import in_background
+from .groups import in_background, inside
 from .provider import TorchProvider
 
 __all__ = ["NcclProvider", "StagedProvider"]
@@ -60,9 +60,10 @@ class StagedProvider(TorchProvider):
         given, result = await _unbroken(stage)
 
         def run() -> torch.Tensor:
-            handle = start(process_group, group, call, given, result)
-            handle.wait()
-            return result.to("cpu")  # waits for the device
+            with inside():
+                handle = start(process_group, group, call, given, result)
+                handle.wait()
+                return result.to("cpu")  # waits for the device
 
         running = asyncio.ensure_future(in_thread(run))
         try:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import secrets
 import socket
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -26,6 +27,7 @@ from ruda_async.transport import (
     in_thread,
 )
 
+from .groups import meet as meet_at
 from .groups import missing
 from .provider import TorchProvider
 
@@ -56,7 +58,12 @@ async def open_transport(job: Job, backend: str, links: Plugin, *, placed: bool)
     linked = replace(job, parameters=extract_parameters(links.parameters, job.parameters))
     if placed:
         store = _dist.PrefixStore(f"ruda/{job.name}", _dist.distributed_c10d._get_default_store())
-        linked = replace(linked, host=job.host or os.environ.get("MASTER_ADDR"), rendezvous=_meet_in(store))
+        linked = replace(
+            linked,
+            host=job.host or os.environ.get("MASTER_ADDR"),
+            rendezvous=_meet_in(store),
+            grows=False,  # nor does the program's group
+        )
     transport = await links.connect(linked)
     try:
         server, dial = await _store(transport, linked)
@@ -87,26 +94,32 @@ def _meet_in(store: Any) -> Callable[[Job, bytes, object], Awaitable[Meeting]]:
 
     async def meet(job: Job, payload: bytes, address: object) -> Meeting:
         wait = timedelta(seconds=job.remaining())
+        given_up = threading.Event()
 
-        def exchange() -> Meeting:
+        def exchange() -> Meeting | None:
             number = store.add(f"count/{job.rank}", 1)
             session = secrets.token_bytes(16) if job.rank == 0 else b""
             store.set(f"{number}/{job.rank}", session + payload)
             keys = [f"{number}/{rank}" for rank in range(job.world_size)]
-            store.wait(keys, wait)
+            if not meet_at(store, keys, wait, given_up.is_set):
+                return None
             payloads = [bytes(store.get(key)) for key in keys]
             first = payloads[0]
             return Meeting([first[16:], *payloads[1:]], first[:16])
 
         try:
-            return await in_thread(exchange)
+            meeting, why = await in_thread(exchange), ""
         except (dist.DistStoreError, RuntimeError) as error:
+            meeting, why = None, f" ({str(error).splitlines()[0]})"
+        finally:
+            given_up.set()
+        if meeting is None:
             raise CollectiveTimeoutError(
                 f"rank {job.rank} of {job.world_size}: not all ranks met in the store of torch's process "
-                f"group within timeout={job.timeout:g} s; every rank has to connect "
-                f"({str(error).splitlines()[0]})",
+                f"group within timeout={job.timeout:g} s; every rank has to connect{why}",
                 rank=job.rank,
-            ) from None
+            )
+        return meeting
 
     return meet
 

@@ -58,6 +58,7 @@ class UcxParameters(FramedParameters):
     listen: bool = param(
         False,
         doc="make the UCX endpoints over a UCX listener (sockaddr) instead of exchanged worker addresses",
+        alike=True,
     )
     bind: str = param(
         "", doc="the local address to listen on for other ranks; by default the one that reaches rank 0"

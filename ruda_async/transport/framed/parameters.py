@@ -19,6 +19,7 @@ class FramedParameters:
         doc="a peer that is silent for one and a half of these is lost; 0 turns it off",
         unit="s",
         minimum=0,
+        alike=True,
     )
     eager_bytes: int = param(
         64 * 1024,
@@ -38,9 +39,7 @@ class FramedParameters:
         unit="bytes",
         minimum=1024,
     )
-    checksum: bool = param(
-        False, doc="payloads carry a CRC-32 too, as heads always do; the same on all ranks"
-    )
+    checksum: bool = param(False, doc="payloads carry a CRC-32 too, as heads always do", alike=True)
     linger: float = param(
         2.0, doc="how long close() waits for a peer that does not answer the goodbye", unit="s", minimum=0
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 
 from ...errors import CommunicatorClosedError, PeerLostError
 from ..base import Buffer, Capabilities, Envelope, never_stale, no_peer
@@ -44,7 +45,7 @@ class FramedTransport:
     ) -> None:
         self.rank = job.rank
         self.world_size = job.world_size
-        self.capabilities = capabilities
+        self.capabilities = replace(capabilities, grows=capabilities.grows and job.grows)
         self.regions = regions
         self.loop = asyncio.get_running_loop()
         self.is_stale: Callable[[int], bool] = never_stale
@@ -54,7 +55,7 @@ class FramedTransport:
         self._job_name = job.name
         self._closed: CommunicatorClosedError | None = None
         self._closing: asyncio.Task[None] | None = None
-        self._pulse = Pulse(self.loop, parameters.heartbeat)
+        self._pulse = Pulse(self.loop, parameters.heartbeat, self.capabilities.grows)
         #: What to say of a peer that went without a goodbye; for a medium that notices it as well.
         self.no_goodbye = self._pulse.no_goodbye
         activity = activity_of(self.loop)
