@@ -12,7 +12,7 @@ import os
 import random
 import signal
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -190,12 +190,12 @@ class FaultyTransport:
         future.add_done_callback(lambda _: inner.cancel())
         inner.add_done_callback(lambda done: _pass_on(done, future))
 
-    def fail(self, tag: int, error: BaseException) -> None:
+    def fail(self, tag: int, error: BaseException) -> Iterable[asyncio.Future[None]] | None:
         """See `Transport.fail`."""
         for held in self._held():
             if held.tag == tag:
                 fail_future(held.future, error)
-        self._inner.fail(tag, error)
+        return self._inner.fail(tag, error)
 
     def _held(self) -> list[_Held]:
         return [held for lane in self._lanes.values() for held in lane] + self._stalled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 from ..base import Ready, TakenBack, Transport
 from .scenario import meet, pattern, room, scenario
@@ -38,7 +39,7 @@ async def _receive_or_spoil(t: Transport, memory: memoryview, after: int) -> boo
     """Receive, but cancel that once the byte `after` has come, and overwrite the memory; whether it was."""
     task = asyncio.current_task()
     assert task is not None
-    untouched = bytes(memory[after : after + 16])
+    untouched = room(16)
     looking: asyncio.Handle | None = None
 
     def look() -> None:
@@ -128,4 +129,38 @@ async def memory_of_a_failed_tag(t: Transport) -> None:
             came = next(i for i in untouched if pattern(i, 32) == buffer[:32])
             assert buffer == pattern(came, 30_000), came
             untouched.remove(came)
+    await meet(t)
+
+
+@scenario(2)
+async def memory_of_failed_receives(t: Transport) -> None:
+    """`fail` in the midst of payloads: once what it returns is done, nothing is written any more."""
+
+    class Stop(Exception):
+        pass
+
+    nbytes = 24 << 20
+    if t.rank == 0:
+        sends = [t.send(1, 86, (pattern(i, nbytes),)) for i in range(2)]
+        for sending in sends:
+            await sending
+        await t.send(1, 87, (pattern(3, nbytes),))
+    else:
+        memories = [room(nbytes) for _ in range(2)]
+        receives = [t.recv_into(0, 86, (memory,)) for memory in memories]
+        while memories[0][:16] == room(16):
+            await asyncio.sleep(0)
+        for busy in t.fail(86, Stop("now")) or ():
+            await busy
+        for memory in memories:
+            memory[:] = bytes(nbytes)
+        t.is_stale = lambda tag: tag == 86
+        last = room(nbytes)
+        await t.recv_into(0, 87, (last,))  # nothing that was under way is so any more
+        assert last == pattern(3, nbytes)
+        for memory in memories:
+            assert memory == bytes(nbytes)
+        for receive in receives:
+            with suppress(Stop):
+                await receive
     await meet(t)
