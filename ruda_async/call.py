@@ -47,6 +47,7 @@ class Operation:
     """
 
     __slots__ = (
+        "_busy",
         "_members",
         "_native",
         "_receives",
@@ -105,6 +106,8 @@ class Operation:
         self._receives: dict[int, int] = {}
         #: Waits for shared memory, for threads and for a reason; made when there is one.
         self._watches: set[asyncio.Future[None]] | None = None
+        #: What the transport cannot withdraw at once.
+        self._busy: list[asyncio.Future[None]] = []
 
     # ------------------------------------------------------------------ what algorithms use
 
@@ -248,6 +251,18 @@ class Operation:
         with suppress(RudaError):
             await self._watched(asyncio.get_running_loop().create_future())
 
+    async def settled(self) -> None:
+        """Wait until the transport leaves the memory of what was withdrawn alone: it is the caller's then."""
+        cancelled: asyncio.CancelledError | None = None
+        for busy in self._busy:
+            while not busy.done():
+                try:
+                    await asyncio.shield(busy)
+                except asyncio.CancelledError as error:
+                    cancelled = error
+        if cancelled is not None:
+            raise cancelled
+
     def end(self) -> None:
         """The call is over here, well or not."""
         if self._native is not None:
@@ -256,7 +271,7 @@ class Operation:
     def withdraw(self, error: BaseException) -> None:
         """Take back all that this call has posted, and drop what came for it."""
         for lane in range(LANES):
-            self._transport.fail(self._tag | lane, error)
+            self._busy.extend(self._transport.fail(self._tag | lane, error) or ())
         for watch in tuple(self._watches or ()):
             if not watch.done():
                 watch.set_exception(error)

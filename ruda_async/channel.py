@@ -86,15 +86,19 @@ class Channel:
             self._enter(operation)
             result = await request.run(operation)
             node = self.node
+            if node.is_due():
+                await asyncio.sleep(0)
+            # Nothing is waited for from here on: a call that counts as done is not cancelled as well.
             node.recorder.succeeded(operation)
             if node.spans is not None:
                 node.spans.end(operation, None)
-            if node.is_due():
-                await asyncio.sleep(0)
             return result
         except BaseException as error:
             final = await self._last_words(operation, error)
-            self._give_up(operation, final)
+            try:
+                self._give_up(operation, final)
+            finally:
+                await operation.settled()
         finally:
             operation.end()
             del self.active[operation.sequence % SEQUENCES]

@@ -194,8 +194,9 @@ class AsyncCommunicator(AsyncOperations):
     ) -> tuple[T, int]:
         """The next tensor that any rank sent with `tag`, and that rank; otherwise as `recv`.
 
-        It takes its turn behind the receives of the same tag that were called before. A lost rank does not
-        end it while others may still send.
+        It takes its turn behind the receives of the same tag that were called before. A rank that has closed
+        its communicator does not end it while others may still send; a rank that is lost ends it, as it ends
+        every call that waits.
 
         Raises:
             TensorContractError, PeerLostError, CollectiveTimeoutError

@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 __all__ = ["PointToPoint"]
 
+#: So many tags are kept with their wire tags: a server may use each tag for one request alone.
+_TAGS = 1024
+
 
 class _Turn:
     """Receives of one peer and tag take turns, in the order in which they were called."""
@@ -60,6 +63,8 @@ class _Turn:
         if not self.taken:
             self.taken = True
             return
+        while self._next and self._next[-1].done():
+            self._next.pop()  # receives that timed out one after the other must not pile up
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._next.append(turn)
         try:
@@ -308,6 +313,8 @@ class PointToPoint:
             raise TensorContractError(f"{where}: {wrong}", rank=channel.rank)
         wire_tag = self._tags.get(tag)
         if wire_tag is None:
+            if len(self._tags) >= _TAGS:
+                self._tags.clear()
             wire_tag = self._tags[tag] = tag_of(channel_id(channel.id, "point to point", tag), 0)
         return channel.members[peer], wire_tag
 

@@ -478,3 +478,64 @@ async def test_what_a_dropped_rank_says_of_others_is_not_believed(url: str) -> N
         over.set()
 
     await run_ranks(3, body, url=url)
+
+
+@pytest.mark.parametrize("ends_by", ["deadline", "cancel"])
+async def test_a_call_ends_when_its_memory_is_left_alone(
+    ends_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A medium that cannot stop in the middle is waited for, whatever else comes meanwhile."""
+
+    over = asyncio.Event()
+
+    async def body(comm: AsyncCommunicator) -> None:
+        if comm.rank == 1:
+            await over.wait()
+            return
+        loop = asyncio.get_running_loop()
+        busy: asyncio.Future[None] = loop.create_future()
+        asked = asyncio.Event()
+        honest = comm.node.transport.fail
+
+        def fail(tag: int, error: BaseException) -> list[asyncio.Future[None]]:
+            honest(tag, error)
+            asked.set()
+            return [busy]
+
+        monkeypatch.setattr(comm.node.transport, "fail", fail)
+        timeout = 0.05 if ends_by == "deadline" else 10
+        task = asyncio.ensure_future(comm.all_gather(np.ones(100_000), timeout=timeout))
+        await asyncio.sleep(0)
+        if ends_by == "cancel":
+            task.cancel()
+        await asked.wait()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not task.done()
+        task.cancel()  # so does not change that
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not task.done()
+        busy.set_result(None)
+        await asyncio.wait((task,))
+        assert task.cancelled()
+        over.set()
+
+    await run_ranks(2, body)
+
+
+async def test_a_call_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is cancelled while it lets the loop turn has failed, and is not done as well."""
+
+    async def body(comm: AsyncCommunicator) -> None:
+        monkeypatch.setattr(comm.node, "is_due", lambda: True)
+        task = asyncio.ensure_future(comm.all_reduce_sum(np.ones(3)))
+        await asyncio.sleep(0)
+        assert not task.done()
+        task.cancel()
+        await asyncio.wait((task,))
+        assert task.cancelled()
+        stats = comm.stats()
+        assert (stats["completed"], stats["failed"]) == (0, 1)
+
+    await run_ranks(1, body)

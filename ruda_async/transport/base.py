@@ -8,7 +8,8 @@ awaitable that may be finished already, so an algorithm posts its receives, then
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
@@ -204,10 +205,11 @@ class Transport(Protocol):
         """
         ...
 
-    def fail(self, tag: int, error: BaseException) -> None:
+    def fail(self, tag: int, error: BaseException) -> Iterable[asyncio.Future[None]] | None:
         """End every pending send, receive and probe of `tag`, on all peers, with `error`.
 
-        Messages of `tag` that are waiting here or under way are dropped. Does not block.
+        Messages of `tag` that are waiting here or under way are dropped. Does not block. A medium that
+        cannot stop in the middle returns futures, done once it neither reads nor writes their buffers.
         """
         ...
 

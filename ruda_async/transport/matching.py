@@ -165,7 +165,7 @@ class Inbox:
     against the transport's budget until `Message.deliver` or `Message.drop`.
     """
 
-    __slots__ = ("_early", "_loop", "_peer", "_posted", "_probes", "closed")
+    __slots__ = ("_early", "_loop", "_many_probes", "_peer", "_posted", "_probes", "closed")
 
     def __init__(self, peer: int, loop: asyncio.AbstractEventLoop) -> None:
         self._peer = peer
@@ -173,6 +173,8 @@ class Inbox:
         self._posted: dict[int, deque[Receive]] = {}
         self._early: dict[int, deque[Message]] = {}
         self._probes: dict[int, asyncio.Future[Envelope]] = {}
+        #: With so many it is time to forget those that were withdrawn: their tags may not come again.
+        self._many_probes = 64
         #: Why nothing more will arrive, once that is so.
         self.closed: BaseException | None = None
 
@@ -216,6 +218,9 @@ class Inbox:
         waiting = self._probes.get(tag)
         if waiting is not None and not waiting.done():
             raise RuntimeError(f"tag {tag:#x} from rank {self._peer} is probed already")
+        if len(self._probes) >= self._many_probes:
+            self._probes = {tag: probe for tag, probe in self._probes.items() if not probe.done()}
+            self._many_probes = max(64, 2 * len(self._probes))
         future: asyncio.Future[Envelope] = self._loop.create_future()
         self._probes[tag] = future
         return future

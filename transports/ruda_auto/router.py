@@ -113,10 +113,9 @@ class AutoTransport:
             raise no_peer(peer, self.rank, self.world_size) from None
         return probe(peer, tag)
 
-    def fail(self, tag: int, error: BaseException) -> None:
+    def fail(self, tag: int, error: BaseException) -> list[asyncio.Future[None]]:
         """See `Transport.fail`."""
-        for part in self._parts.values():
-            part.fail(tag, error)
+        return [busy for part in self._parts.values() for busy in part.fail(tag, error) or ()]
 
     @property
     def is_stale(self) -> Callable[[int], bool]:

@@ -1,7 +1,8 @@
 """Faults by messages: around a whole transport.
 
-A message waits on its way out, in its sender's memory: its `send` is finished when the transport inside has
-taken it. Without a fault that applies, calls go straight through.
+A message waits on its way out: its `send` is finished when the transport inside has taken it. It waits in a
+copy, since a sender that is cancelled may change its memory before the transport inside hears of it. Without
+a fault that applies, calls go straight through.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import random
 import signal
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -132,7 +133,8 @@ class FaultyTransport:
         stalls = faults.stall_after is not None and count >= faults.stall_after
         if not stalls and not self._delays:
             return self._inner.send(peer, tag, buffers, head)
-        held = _Held(peer, tag, buffers, head, self._when(peer, buffers), self._loop.create_future())
+        copies = [memoryview(bytes(b)) if isinstance(b, memoryview) else b for b in buffers]
+        held = _Held(peer, tag, copies, head, self._when(peer, buffers), self._loop.create_future())
         if stalls:
             self._stalled = [one for one in self._stalled if not one.future.done()]
             self._stalled.append(held)
@@ -188,12 +190,12 @@ class FaultyTransport:
         future.add_done_callback(lambda _: inner.cancel())
         inner.add_done_callback(lambda done: _pass_on(done, future))
 
-    def fail(self, tag: int, error: BaseException) -> None:
+    def fail(self, tag: int, error: BaseException) -> Iterable[asyncio.Future[None]] | None:
         """See `Transport.fail`."""
         for held in self._held():
             if held.tag == tag:
                 fail_future(held.future, error)
-        self._inner.fail(tag, error)
+        return self._inner.fail(tag, error)
 
     def _held(self) -> list[_Held]:
         return [held for lane in self._lanes.values() for held in lane] + self._stalled

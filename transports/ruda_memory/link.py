@@ -98,28 +98,32 @@ class _Transfer:
 
     def __init__(self, message: _Lent, receive: Receive, home: MemoryTransport, peer: int) -> None:
         self._message = message
-        self._receive = receive
+        self.receive = receive
         self._home = home
         self._peer = peer
+        home.transfers.add(self)
         self._slices = _pairs(message.buffers, receive.buffers)
 
     def step(self) -> None:
         """Copy one slice and come again, until done or either side gave up."""
-        message, receive = self._message, self._receive
+        message, receive = self._message, self.receive
         if not receive.live:
+            self._home.transfers.discard(self)
             # Withdrawn in the middle: the sender still holds all of it, so the next receive gets it.
-            if message.live and not self._home.is_stale(receive.tag):
+            if message.live and receive.future.cancelled() and not self._home.is_stale(receive.tag):
                 self._home.inboxes[self._peer].put_back(receive.tag, message)
             else:
                 message.drop()
             return
         if not message.live:
+            self._home.transfers.discard(self)
             receive.give_up(self._peer)
             return
         for destination, source in self._slices:
             copy(destination, source)
             self._home.loop.call_soon(self.step)
             return
+        self._home.transfers.discard(self)
         message.release()
         receive.finish()
 
@@ -166,6 +170,8 @@ class MemoryTransport:
         self._counters = {peer: _Counters() for peer in self.inboxes}
         #: Messages of ours that peers have not copied yet: future → (peer, tag).
         self._lent: dict[asyncio.Future[None], tuple[int, int]] = {}
+        #: Large messages that are being copied to receives of ours.
+        self.transfers: set[_Transfer] = set()
         self._closed: BaseException | None = None
 
     def link(self, peers: Mapping[int, MemoryTransport]) -> None:
@@ -215,6 +221,9 @@ class MemoryTransport:
     def fail(self, tag: int, error: BaseException) -> None:
         for inbox in self.inboxes.values():
             inbox.fail(tag, error)
+        for transfer in self.transfers:
+            if transfer.receive.tag == tag:
+                fail_future(transfer.receive.future, error)
         self._take_back(error, lambda _, its_tag: its_tag == tag)
 
     def _accept_bytes(self, peer: int, tag: int, head: bytes, buffers: Sequence[Buffer], nbytes: int) -> None:
@@ -299,6 +308,8 @@ class MemoryTransport:
         for inbox in self.inboxes.values():
             inbox.close(ours)
             inbox.drop_all()
+        for transfer in self.transfers:
+            fail_future(transfer.receive.future, ours)
         self.regions.close()
         self._take_back(ours, lambda *_: True)
         for peer, transport in self.peers.items():

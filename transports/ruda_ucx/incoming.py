@@ -171,12 +171,13 @@ class Incoming:
 
     # ------------------------------------------------------------------ ending
 
-    def fail(self, tag: int, error: BaseException) -> None:
+    def fail(self, tag: int, error: BaseException) -> list[asyncio.Future[None]]:
         """See `Transport.fail`."""
         self.inbox.fail(tag, error)
-        for inbound in list(self._matched.values()):
-            if inbound.tag == tag:
-                inbound.fail(error)
+        failed = [(future, inbound) for future, inbound in self._matched.items() if inbound.tag == tag]
+        for _, inbound in failed:
+            inbound.fail(error)
+        return [busy for future, _ in failed if (busy := self.settling(future)) is not None]
 
     def close(self, error: BaseException) -> None:
         """Nothing more comes: large messages that were not pulled will not be; small ones stay readable."""

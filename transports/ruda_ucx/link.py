@@ -69,10 +69,9 @@ class Link:
         self._bye_sent = self._bye = self._leaving = False
         self._loop.add_reader(lifeline.fileno(), self._on_lifeline)
 
-    def fail_tag(self, tag: int, error: BaseException) -> None:
+    def fail_tag(self, tag: int, error: BaseException) -> list[asyncio.Future[None]]:
         """See `Transport.fail`."""
-        self.incoming.fail(tag, error)
-        self.outgoing.fail(tag, error)
+        return [*self.incoming.fail(tag, error), *self.outgoing.fail(tag, error)]
 
     # ------------------------------------------------------------------ frames
 

@@ -36,7 +36,7 @@ class Outbound:
     Attributes:
         answered: parts sent, in the order they were asked for.
         busy: parts that UCX still reads from the buffers.
-        over: the receiver needs nothing more.
+        over: the receiver needs nothing more, or was told that nothing more comes.
         settled: done when `busy` is 0 again, where somebody waits for that.
     """
 
@@ -234,14 +234,15 @@ class Outgoing:
         if message.settled is not None and not message.settled.done():
             message.settled.set_result(None)
         if message.future.done():
-            self._forget(message)
+            self._finished(message)  # whose turn as the future's callback may be yet to come
         elif message.over:
             message.future.set_result(None)
             self._forget(message)
 
-    def _finished(self, message: Outbound, future: asyncio.Future[None]) -> None:
+    def _finished(self, message: Outbound, _: object = None) -> None:
         """The send is over; if the peer does not know, because it was cancelled or failed, tell it."""
         if not message.over and message.ident in self._offers:
+            message.over = True
             self.control(wire.encode(wire.DROP, ident=message.ident, head=COUNT.pack(message.answered)))
         if not message.busy:
             self._forget(message)
@@ -280,11 +281,12 @@ class Outgoing:
             self.control(wire.encode(wire.PING))
         self.spoke = False
 
-    def fail(self, tag: int, error: BaseException) -> None:
+    def fail(self, tag: int, error: BaseException) -> list[asyncio.Future[None]]:
         """See `Transport.fail`."""
-        for message in list(self._offers.values()):
-            if message.tag == tag:
-                fail_future(message.future, error)
+        failed = [message for message in self._offers.values() if message.tag == tag]
+        for message in failed:
+            fail_future(message.future, error)
+        return [busy for m in failed if (busy := self.settling(m.future)) is not None]
 
     def refuse(self, error: BaseException) -> None:
         """The peer takes nothing more."""

@@ -104,10 +104,9 @@ class UcxTransport:
         link = self._to(peer)
         return Looking.unless_ready(link.inbox.probe(tag), link.incoming.look)
 
-    def fail(self, tag: int, error: BaseException) -> None:
-        """See `Transport.fail`."""
-        for link in self._links.values():
-            link.fail_tag(tag, error)
+    def fail(self, tag: int, error: BaseException) -> list[asyncio.Future[None]]:
+        """See `Transport.fail`: UCX cannot be stopped in the middle of a part that it is copying."""
+        return [busy for link in self._links.values() for busy in link.fail_tag(tag, error)]
 
     # ------------------------------------------------------------------ heartbeat
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from . import endings as endings  # which enter their scenarios
 from . import messages as messages
+from . import withdrawing as withdrawing
 from .runner import (
     run_in_loop,
     run_in_processes,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 if TYPE_CHECKING:
     from .sender import Sender
 
-__all__ = ["Activity", "Looking", "Spin", "activity_of", "blocking"]
+__all__ = ["Activity", "Looking", "Spin", "Withdrawable", "activity_of", "blocking"]
 
 
 T = TypeVar("T")
@@ -83,6 +83,35 @@ class Looking(Generic[T]):
         if not future.done():
             self._look(future)
         return (yield from future)
+
+
+class Withdrawable(Looking[T]):
+    """A receive that, once withdrawn, says so before its caller goes on and may change the memory.
+
+    A callback of the future would come too late: it runs behind the caller's own step.
+    """
+
+    __slots__ = ("_on_withdrawn",)
+
+    def __init__(
+        self,
+        future: asyncio.Future[T],
+        look: Callable[[asyncio.Future[Any]], None],
+        on_withdrawn: Callable[[asyncio.Future[Any]], None],
+    ) -> None:
+        super().__init__(future, look)
+        self._on_withdrawn = on_withdrawn
+
+    def __await__(self) -> Generator[Any, None, T]:
+        future = self._future
+        if not future.done():
+            self._look(future)
+        try:
+            return (yield from future)
+        except asyncio.CancelledError:
+            if future.cancelled():
+                self._on_withdrawn(future)
+            raise
 
 
 class Activity:

@@ -19,18 +19,27 @@ _NOWHERE = memoryview(bytearray(64 * 1024))
 
 
 class Item:
-    """Frames that are written in order; `future` is done when the last byte has left."""
+    """Frames that are written in order; `future`, a send's of `tag`, is done when the last byte has left."""
 
-    __slots__ = ("future", "views")
+    __slots__ = ("future", "tag", "views")
 
-    def __init__(self, views: list[memoryview], future: asyncio.Future[None] | None) -> None:
+    def __init__(
+        self, views: list[memoryview], future: asyncio.Future[None] | None = None, tag: int = 0
+    ) -> None:
         self.views = views
         self.future = future
+        self.tag = tag
 
     def detach(self, _: object = None) -> None:
         """Stop reading the caller's memory: what is left to write is copied."""
         if self.views:
             self.views = [memoryview(b"".join(self.views))]
+
+    def fail(self, error: BaseException) -> None:
+        """End the send; what is left to write is copied first, for its caller may go on at once."""
+        if self.future is not None and not self.future.done():
+            self.detach()
+            fail_future(self.future, error)
 
 
 class Outbound:
@@ -59,6 +68,11 @@ class Outbound:
         """The send is over: stop reading the caller's memory."""
         if self.part is not None:
             self.part.detach()
+
+    def fail(self, error: BaseException) -> None:
+        """End the send, as `Item.fail` does."""
+        self.detach()
+        fail_future(self.future, error)
 
     def take(self, limit: int) -> list[memoryview]:
         """The next at most `limit` bytes."""
@@ -205,6 +219,11 @@ class Inbound:
                 self._store = None
             receive.finish()
         return True
+
+    def withdraw(self, future: asyncio.Future[None]) -> None:
+        """The receive of this future was cancelled: save what has come, if this is its message."""
+        if self._receive is not None and self._receive.future is future:
+            self._withdrawn(self._receive)
 
     def _withdrawn(self, receive: Receive) -> None:
         """The receive was cancelled in the middle: what it has got so far is saved for the next one."""

@@ -11,7 +11,7 @@ from ...errors import ProtocolError
 from .. import wire
 from ..base import DONE, Buffer, Envelope
 from ..matching import Arrived, Inbox, scatter
-from .activity import Activity, Looking, blocking
+from .activity import Activity, Looking, Withdrawable, blocking
 from .announcements import Announcements
 from .guard import Guard
 from .payloads import Inbound
@@ -92,7 +92,12 @@ class Receiver:
             return DONE
         if receive.nbytes > self._announce_beyond and not receive.matched:
             self._announcements.announce(tag)
-        return Looking(receive.future, self.look)
+        return Withdrawable(receive.future, self.look, self._withdrawn)
+
+    def _withdrawn(self, future: asyncio.Future[Any]) -> None:
+        """A receive was cancelled: what has come for it is still in its memory, which is its caller's now."""
+        for inbound in self._under_way():
+            inbound.withdraw(future)
 
     def probe(self, tag: int) -> Awaitable[Envelope]:
         """See `Transport.probe`."""

@@ -100,8 +100,8 @@ class Sender:
         frame = wire.encode(wire.MESSAGE, tag, nbytes, head, ident, flags)
         views = [frame, *buffers]
         if self.writing or self._streams or len(buffers) + len(self._queue) >= _VECTOR:
-            return self._enqueue([memoryview(v) for v in views])  # type: ignore[arg-type]
-        return self._write_now(views, len(frame) + nbytes)
+            return self._enqueue([memoryview(v) for v in views], tag)  # type: ignore[arg-type]
+        return self._write_now(views, len(frame) + nbytes, tag)
 
     def _take_announcement(self, tag: int) -> bool:
         """Use up the peer's word that a large receive of `tag` waits, if it gave one."""
@@ -114,7 +114,7 @@ class Sender:
             self._announced[tag] = announced - 1
         return True
 
-    def _write_now(self, views: list[Any], total: int) -> Awaitable[None]:
+    def _write_now(self, views: list[Any], total: int, tag: int) -> Awaitable[None]:
         """Write a message of `total` bytes at once, behind control frames that wait for company."""
         queue = self._queue
         while queue:
@@ -130,12 +130,12 @@ class Sender:
         self.spoke = True
         if sent == total:
             return DONE
-        return self._enqueue(_rest([memoryview(v) for v in views], sent))
+        return self._enqueue(_rest([memoryview(v) for v in views], sent), tag)
 
-    def _enqueue(self, views: list[memoryview]) -> Awaitable[None]:
+    def _enqueue(self, views: list[memoryview], tag: int) -> Awaitable[None]:
         """Write behind what is being written already; the caller's memory is used until then."""
         future: asyncio.Future[None] = self.loop.create_future()
-        item = Item([v for v in views if len(v)], future)
+        item = Item([v for v in views if len(v)], future, tag)
         if self._checksum:
             item.detach()  # a cancelled caller may change its memory, which would look like damage
         else:
@@ -148,7 +148,7 @@ class Sender:
         """Write a frame that has no payload: with the next message, or when the loop turns."""
         if self._ended:
             return
-        self._queue.append(Item([memoryview(frame)], None))
+        self._queue.append(Item([memoryview(frame)]))
         if not self.writing and not self._flushing:
             self._flushing = True
             self._activity.wait_for_company(self)
@@ -166,18 +166,19 @@ class Sender:
         message = Outbound(ident, tag, buffers, nbytes, future)
         if nbytes > self._eager and self._take_announcement(tag):
             frame = wire.encode(wire.OFFER, tag, nbytes, head, ident, FOLLOWS)
-            self._queue.append(Item([memoryview(frame)], None))
+            self._queue.append(Item([memoryview(frame)]))
+            future.add_done_callback(message.detach)
             self._start(message)
         else:
             self._offers[ident] = message
             self._offered_tags.setdefault(tag, deque()).append(message)
-            future.add_done_callback(lambda _: self._take_back(message))
+            # Before anybody waits, so that this runs before the caller goes on and may change the memory.
+            future.add_done_callback(lambda _: self._over(message))
             self.control(wire.encode(wire.OFFER, tag, nbytes, head, ident))
         return Looking(future, self.look)
 
     def _start(self, message: Outbound) -> None:
         """Let the payload flow."""
-        message.future.add_done_callback(message.detach)
         self._streams.append(message)
         if not self.writing:
             self.flush()
@@ -227,6 +228,11 @@ class Sender:
             self._start(message)
         elif not message.future.done():
             message.future.set_result(None)
+
+    def _over(self, message: Outbound) -> None:
+        """The send of an offered message has ended, well or not."""
+        message.detach()
+        self._take_back(message)
 
     def _take_back(self, message: Outbound) -> None:
         """An offer's sender was cancelled or failed before the receiver asked for it."""
@@ -290,7 +296,7 @@ class Sender:
         """Queue the next part of the next large message, in turn."""
         message = self._streams.popleft()
         if message.future.done():  # cancelled, failed or declined: the peer is told, and no more is read
-            self._queue.append(Item([memoryview(wire.encode(wire.DROP, ident=message.ident))], None))
+            self._queue.append(Item([memoryview(wire.encode(wire.DROP, ident=message.ident))]))
             return
         views = message.take(_PART)
         size = sum(map(len, views))
@@ -300,7 +306,7 @@ class Sender:
             frame = memoryview(wire.encode(wire.DATA, crc, size, ident=message.ident, flags=wire.CHECKED))
         else:
             frame = memoryview(wire.encode(wire.DATA, 0, size, ident=message.ident))
-        message.part = item = Item([frame, *views], None if message.left else message.future)
+        message.part = item = Item([frame, *views], None if message.left else message.future, message.tag)
         self._queue.append(item)
         if message.left:
             self._streams.append(message)
@@ -340,7 +346,10 @@ class Sender:
             fail_future(message.future, error)
         for message in self._streams:
             if message.tag == tag:
-                fail_future(message.future, error)
+                message.fail(error)
+        for item in self._queue:
+            if item.tag == tag:
+                item.fail(error)
 
     def end(self, error: BaseException) -> None:
         """The link is over: everything that waits fails."""
