@@ -6,6 +6,7 @@ import asyncio
 import mmap
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -18,6 +19,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rank_threads import in_threads
+from ruda_shm.regions import _NOTE, _Peer
+from ruda_shm.spare import Spare
 from support import SCHEMES, fresh_url, run_ranks
 
 import ruda_async
@@ -333,3 +336,21 @@ def test_descriptor_kept_in_reserve_is_for_one_thread_at_a_time() -> None:
         pass
     assert not wrong
     assert spare._held is None
+
+
+def test_what_a_dead_peer_told_of_its_memory_is_still_heard() -> None:
+    """It left words of ours unread: the system first says so with an error, and then has what it had sent."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    spare = Spare()
+    with ours:
+        peer = _Peer(1, None, ours, spare)  # type: ignore[arg-type]
+        descriptor = os.memfd_create("test")
+        os.ftruncate(descriptor, 4096)
+        socket.send_fds(theirs, [_NOTE.pack(7, 4096)], [descriptor])
+        os.close(descriptor)
+        ours.send(_NOTE.pack(3, 0))
+        theirs.close()
+        peer.receive()
+        assert len(peer.maps[7]) == 4096
+        spare.close()

@@ -55,6 +55,10 @@ class _Peer:
     def _receive_one(self) -> bool:
         try:
             data, descriptors, _, _ = socket.recv_fds(self.sock, _NOTE.size, 1)
+        except (
+            ConnectionResetError
+        ):  # said once, where it died with words of ours unread; its own come after that
+            return True
         except OSError:  # none is there
             return False
         try:
