@@ -9,6 +9,7 @@ import itertools
 import os
 import random
 import socket
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -109,3 +110,29 @@ async def outcome(call: Awaitable[Any]) -> Any:
         return await call
     except Exception as error:
         return error
+
+
+async def run_programs(
+    program: str, url: str, world_size: int, limit: float
+) -> list[tuple[str, str, int | None]]:
+    """Run a program's text as every rank, in processes, with ``url rank`` as arguments.
+
+    Returns:
+        what each printed, also on standard error, and its exit code. None outlives `limit` seconds.
+    """
+    processes = [
+        await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", program, url, str(rank)),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        printed = await asyncio.wait_for(asyncio.gather(*(p.communicate() for p in processes)), limit)
+    finally:
+        for process in processes:
+            if process.returncode is None:
+                process.kill()
+    codes = [process.returncode for process in processes]
+    return [(out.decode(), err.decode(), code) for (out, err), code in zip(printed, codes, strict=True)]

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ..channel import Channel
 from ..collectives.refusal import Refusal
-from ..communicator import AsyncCommunicator
 from ..errors import CollectiveCancelledError, RudaError, TensorContractError
 from ..node import Node
 from . import recomputing
@@ -60,50 +59,50 @@ def _abandon(tensors: Sequence[Tensor], since: int, error: BaseException) -> Non
     for tensor in tensors:
         for _ in reach.add(tensor.grad_fn):
             pass
-    left: dict[Node, tuple[Lane, list[Left]]] = {}
-    for lane, name, calls in _unbegun(reach.nodes, since):
-        left.setdefault(lane.inner.node, (lane, []))[1].append(Left(lane.inner, name, calls))
+    left: dict[Node, list[_Left]] = {}
+    for each in _unbegun(reach.nodes, since):
+        left.setdefault(each.lane.inner.node, []).append(each)
     cancelled = isinstance(error, CollectiveCancelledError | asyncio.CancelledError)
     kind = RudaError if cancelled else TensorContractError
     text = f"its backward pass failed: {type(error).__name__}: {error}"
     if not (cancelled or isinstance(error, RudaError)):  # else it says itself what to do
         text += "; zero the gradients before the next step"
-    for lane, all_left in left.values():
-        lane.tell(_refuse(all_left, kind(text)))
+    for all_left in left.values():
+        all_left[0].lane.tell(_refuse(all_left, kind(text)))
 
 
-class Left(NamedTuple):
-    """The next `calls` calls on a channel of `comm`, which other ranks may wait in."""
+class _Left(NamedTuple):
+    """The next `calls` calls on a channel of the lane's communicator, which other ranks may wait in."""
 
-    comm: AsyncCommunicator
+    lane: Lane
     channel: str
     calls: int
 
 
-def _unbegun(nodes: Iterable[Any], since: int) -> Iterator[tuple[Lane, str, int]]:
-    """The fields of `Left`, with the way to the communicator."""
+def _unbegun(nodes: Iterable[Any], since: int) -> Iterator[_Left]:
+    """What a pass that began at the moment `since` has left of the calls in `nodes`."""
     again: dict[Channel, tuple[Lane, set[Call]]] = {}
     for node in nodes:
         call = getattr(node, "call", None)
         if isinstance(call, Call):
             for path in call.abandon(since):  # nothing more at the second node of a call
-                yield call.lane, channel_of_run(path), 1
+                yield _Left(call.lane, channel_of_run(path), 1)
             if call.lane.in_turn:
                 again.setdefault(call.lane.inner._channel, (call.lane, set()))[1].add(call)
         else:
             for comm, path in abandon_in_graph(node, since):
-                yield Lane(comm), channel_of_run(path), 1
+                yield _Left(Lane(comm), channel_of_run(path), 1)
     for lane, calls in again.values():  # a checkpoint may make each of these again
         name = recomputing.abandon(lane.inner, since)
         if name is not None:
-            yield lane, name, len(calls)
+            yield _Left(lane, name, len(calls))
 
 
-async def _refuse(all_left: Iterable[Left], error: RudaError) -> None:
+async def _refuse(all_left: Iterable[_Left], error: RudaError) -> None:
     """Fail calls for all who wait in them, or will."""
-    for comm, name, calls in all_left:
+    for lane, name, calls in all_left:
         with contextlib.suppress(RudaError):
-            channel = comm.channel(name)
+            channel = lane.inner.channel(name)
             for _ in range(calls):
                 with contextlib.suppress(RudaError):
                     await channel._call(Refusal("backward", error, yields=True), None)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from autograd_support import leaf
 from rank_threads import in_threads
 from support import run_ranks
 from torch import Tensor
@@ -21,10 +22,6 @@ from ruda_async import AsyncCommunicator, PeerLostError, TensorContractError, au
 from ruda_async.autograd import BlockedLoopError, CollectiveScope, aio, functions
 
 NAMES = [name for name in traits.__all__ if name.endswith("Collective")]
-
-
-def _leaf(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64, requires_grad=True)
 
 
 def test_signatures_are_those_of_the_twin() -> None:
@@ -61,7 +58,7 @@ def test_satisfies_the_traits() -> None:
 
 def _train(comm: traits.VariableTensorCollective[Tensor]) -> list[list[float]]:
     """Code that knows the traits only; its gradients."""
-    a, b, c, d, e = (_leaf(1, 2) for _ in range(5))
+    a, b, c, d, e = (leaf(1, 2) for _ in range(5))
     exchanged = comm.all_to_all_v_float(e, [1, 1])
     assert exchanged.receive_counts == (1, 1)
     counts = comm.all_gather_int(torch.tensor([comm.rank]))
@@ -95,7 +92,7 @@ def test_code_written_against_the_traits_trains() -> None:
 def test_everything_else_passes_through() -> None:
     def body(comm: sync.Communicator) -> None:
         wrapped = autograd.differentiable(comm)
-        x = _leaf(1, 2)
+        x = leaf(1, 2)
         assert wrapped.all_reduce(np.ones(2)).tolist() == [2, 2]  # type: ignore[type-var]
         assert wrapped.all_reduce(torch.arange(2), "max").tolist() == [0, 1]
         assert wrapped.gather(x.detach(), 0) is None or comm.rank == 0
@@ -127,7 +124,7 @@ async def test_async_wrapper(url: str) -> None:
         wrapped = autograd.differentiable(comm)
         for name in NAMES:
             assert isinstance(wrapped, getattr(traits, name)), name
-        a, b, c, d, e = (_leaf(1, 2) for _ in range(5))
+        a, b, c, d, e = (leaf(1, 2) for _ in range(5))
         exchanged = await wrapped.all_to_all_v_float(e, [1, 1])
         assert (await wrapped.all_gather_int(torch.tensor([comm.rank]))).tolist() == [0, 1]
         loss = (
@@ -151,7 +148,7 @@ async def test_async_wrapper(url: str) -> None:
 @pytest.mark.timeout(30)
 async def test_awaited_functions_have_the_same_gradients() -> None:
     async def body(comm: AsyncCommunicator) -> None:
-        x = _leaf(1, 2, 3, 4)
+        x = leaf(1, 2, 3, 4)
         outputs = await asyncio.gather(
             aio.all_gather(comm, x),
             aio.all_gather_dim(comm, x, 0),
@@ -181,7 +178,7 @@ async def test_many_passes_at_once_on_one_loop() -> None:
     """More than an executor has threads, started in another order on each rank."""
 
     async def body(comm: AsyncCommunicator) -> None:
-        inputs = [_leaf(1) for _ in range(40)]
+        inputs = [leaf(1) for _ in range(40)]
         losses = [(await aio.all_reduce_sum(comm, x)).sum() for x in inputs]
         await asyncio.gather(*map(autograd.backward, losses[:: 1 - 2 * comm.rank]))
         assert all(x.grad is not None and x.grad.item() == 2 for x in inputs)
@@ -192,7 +189,7 @@ async def test_many_passes_at_once_on_one_loop() -> None:
 @pytest.mark.timeout(30)
 async def test_backward_on_the_loop_is_refused_with_the_way_out() -> None:
     async def body(comm: AsyncCommunicator) -> None:
-        x = _leaf(1)
+        x = leaf(1)
         loss = (await aio.all_reduce_sum(comm, x)).sum()
         with pytest.raises(BlockedLoopError, match=r"await ruda_async\.autograd\.backward"):
             loss.backward()
@@ -206,7 +203,7 @@ async def test_backward_on_the_loop_is_refused_with_the_way_out() -> None:
 @pytest.mark.timeout(30)
 async def test_the_loop_stays_free_and_the_pass_is_elsewhere() -> None:
     async def body(comm: AsyncCommunicator) -> None:
-        x = _leaf(1)
+        x = leaf(1)
         y = await aio.all_reduce_sum(comm, x)
         threads: list[Any] = []
         y.register_hook(lambda gradient: threads.append(threading.current_thread()))
@@ -224,7 +221,7 @@ async def test_the_loop_stays_free_and_the_pass_is_elsewhere() -> None:
 @pytest.mark.timeout(30)
 async def test_cancelling_a_pass_ends_it_on_all_ranks() -> None:
     async def body(comm: AsyncCommunicator) -> None:
-        loss = (await aio.all_reduce_sum(comm, _leaf(1))).sum()
+        loss = (await aio.all_reduce_sum(comm, leaf(1))).sum()
         before = threading.active_count()
         if comm.rank == 0:
             waiting = asyncio.ensure_future(autograd.backward(loss))
@@ -247,7 +244,7 @@ async def test_cancelling_a_pass_ends_it_on_all_ranks() -> None:
 @pytest.mark.timeout(30)
 async def test_errors_come_out_of_the_awaited_pass() -> None:
     async def body(comm: AsyncCommunicator) -> None:
-        loss = (await aio.all_reduce_sum(comm, _leaf(1))).sum()
+        loss = (await aio.all_reduce_sum(comm, leaf(1))).sum()
         await comm.barrier()
         if comm.rank == 1:
             comm.abort("test")
@@ -265,7 +262,7 @@ async def test_async_scope() -> None:
         row, column = await comm.split(comm.rank // 2), await comm.split(comm.rank % 2)
         scopes = [CollectiveScope(), CollectiveScope()]
         row, column = scopes[0].bind(row), scopes[1].bind(column)
-        x = _leaf(1)
+        x = leaf(1)
         outer = await aio.all_reduce_sum(row, await aio.all_reduce_sum(column, x))
         for _ in range(600):  # a graph that is walked in more than one stride
             outer = outer + 0
@@ -273,7 +270,7 @@ async def test_async_scope() -> None:
         await autograd.backward(await aio.complete_scopes(loss, scopes))
         assert x.grad is not None
         assert x.grad.item() == 1
-        y = _leaf(1)
+        y = leaf(1)
         output = await aio.all_reduce_sum(row, y)
         single = output.sum() if row.rank else torch.zeros((), dtype=torch.float64)
         await autograd.backward(await scopes[0].complete_async(single))
@@ -287,8 +284,8 @@ async def test_async_scope() -> None:
 def test_wrong_kind_of_communicator() -> None:
     def body(comm: sync.Communicator) -> None:
         with pytest.raises(TypeError, match="aio"):
-            autograd.all_gather(comm._inner, _leaf(1))
+            autograd.all_gather(comm._inner, leaf(1))
         with pytest.raises(TypeError, match="blocking"):
-            asyncio.run(aio.all_gather(comm, _leaf(1)))
+            asyncio.run(aio.all_gather(comm, leaf(1)))
 
     in_threads(1, body)

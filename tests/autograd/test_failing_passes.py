@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from autograd_support import leaf
 from rank_threads import in_threads
 from support import run_ranks
 from torch import Tensor
@@ -27,10 +28,6 @@ from ruda_async import (
 )
 
 # Deadlines are far away: what ends within a test was told.
-
-
-def _leaf(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64, requires_grad=True)
 
 
 def _fail(*_: Any) -> None:
@@ -67,7 +64,7 @@ def _chain(comm: Any, x: Tensor) -> list[Tensor]:
 
 def _expected(world_size: int) -> list[Tensor]:
     """The gradients of all ranks' `_chain`, in one process."""
-    shards = [_leaf(0.1 * rank + 0.1, 0.2) for rank in range(world_size)]
+    shards = [leaf(0.1 * rank + 0.1, 0.2) for rank in range(world_size)]
     a = torch.cat([x * x for x in shards])
     parts = (a.sin() * world_size).view(world_size, 2)
     # All rows go to rank 0, whose sum is that of all.
@@ -80,7 +77,7 @@ def _expected(world_size: int) -> list[Tensor]:
 def test_the_others_hear_of_it_wherever_it_was(url: str, place: int) -> None:
     def body(comm: sync.Communicator) -> None:
         for step in range(3):
-            x = _leaf(0.1 * comm.rank + 0.1, 0.2)
+            x = leaf(0.1 * comm.rank + 0.1, 0.2)
             values = _chain(comm, x)
             if step % 2:
                 _guarded(values[0])
@@ -104,7 +101,7 @@ def test_a_rank_that_comes_later_hears_of_it_too() -> None:
     failed = threading.Event()
 
     def body(comm: sync.Communicator) -> None:
-        values = _chain(comm, _leaf(0.1, 0.2))
+        values = _chain(comm, leaf(0.1, 0.2))
         values[1].register_hook(_fail if comm.rank == 1 else lambda gradient: failed.wait(20) and None)
 
         def run() -> None:
@@ -122,7 +119,7 @@ def test_a_rank_that_comes_later_hears_of_it_too() -> None:
 @pytest.mark.timeout(30)
 def test_what_is_raised_before_the_pass_begins_counts() -> None:
     def body(comm: sync.Communicator) -> None:
-        loss = _chain(comm, _leaf(0.1, 0.2))[0]
+        loss = _chain(comm, leaf(0.1, 0.2))[0]
 
         def run() -> None:
             with autograd.abandon_on_error(loss):
@@ -141,7 +138,7 @@ def test_the_graph_can_be_walked_again_where_it_was_retained() -> None:
     """Each run of a node has a number; all ranks count the failed one, however far they had come."""
 
     def body(comm: sync.Communicator) -> None:
-        x = _leaf(0.1 * comm.rank + 0.1, 0.2)
+        x = leaf(0.1 * comm.rank + 0.1, 0.2)
         values = _chain(comm, x)
         for place in (1, 4, 2):
             handle = values[place].register_hook(_fail) if comm.rank == place % 3 else None
@@ -159,7 +156,7 @@ def test_the_graph_can_be_walked_again_where_it_was_retained() -> None:
 @pytest.mark.timeout(30)
 def test_blocks_in_blocks_tell_once() -> None:
     def body(comm: sync.Communicator) -> None:
-        x = _leaf(0.1 * comm.rank + 0.1, 0.2)
+        x = leaf(0.1 * comm.rank + 0.1, 0.2)
         values = _chain(comm, x)
         handle = values[2].register_hook(_fail) if comm.rank == 1 else None
 
@@ -184,7 +181,7 @@ def test_blocks_in_blocks_tell_once() -> None:
 def test_a_second_derivative_that_fails() -> None:
     def body(comm: sync.Communicator) -> None:
         for culprit in (1, None, 0):
-            x = _leaf(0.5 + comm.rank)
+            x = leaf(0.5 + comm.rank)
             y = autograd.all_reduce_sum(comm, x.pow(3))
             (first,) = torch.autograd.grad(y.pow(2).sum(), x, create_graph=True)
             if comm.rank == culprit:
@@ -194,7 +191,7 @@ def test_a_second_derivative_that_fails() -> None:
                 _fails(comm, lambda loss=loss: _guarded(loss), culprit)  # type: ignore[misc]
                 continue
             _guarded(loss)
-            both = [_leaf(0.5), _leaf(1.5)]
+            both = [leaf(0.5), leaf(1.5)]
             total = 2 * sum(v.pow(3) for v in both).pow(2).sum()  # type: ignore[union-attr]
             grads = torch.autograd.grad(total, both, create_graph=True)
             sum(g.pow(2).sum() for g in grads).backward()  # type: ignore[union-attr]
@@ -213,7 +210,7 @@ def test_a_call_that_waits_for_its_turn() -> None:
         for _ in range(2):
             scope = autograd.CollectiveScope()
             wrapped = scope.bind(comm)
-            x = _leaf(0.5 + comm.rank)
+            x = leaf(0.5 + comm.rank)
             y = wrapped.all_reduce_sum(x * x)
             if comm.rank == 1:
                 entry: Any = y.grad_fn.next_functions[0][0]
@@ -234,7 +231,7 @@ def test_a_loss_that_was_completed_by_a_scope() -> None:
     def body(comm: sync.Communicator) -> None:
         with autograd.CollectiveScope() as scope:
             wrapped = scope.bind(comm)
-            x = _leaf(0.5 + comm.rank)
+            x = leaf(0.5 + comm.rank)
             y = wrapped.all_reduce_sum(x * x)
             unused = wrapped.all_reduce_sum(x.detach())
             mine = x.exp().sum() if comm.rank == 1 else y.sum()
@@ -254,7 +251,7 @@ def test_it_is_passed_on_to_groups_that_do_not_hold_the_rank() -> None:
 
     def body(comm: sync.Communicator) -> None:
         row, column = comm.split(comm.rank // 2), comm.split(comm.rank % 2)
-        x = _leaf(1.0 + comm.rank)
+        x = leaf(1.0 + comm.rank)
         for culprit in (3, None, 0):
             x.grad = None
             y = autograd.all_reduce_sum(column, x)
@@ -278,7 +275,7 @@ def test_it_is_passed_on_to_groups_that_do_not_hold_the_rank() -> None:
 @pytest.mark.timeout(30)
 def test_a_lost_rank_is_one_for_all() -> None:
     def body(comm: sync.Communicator) -> None:
-        values = _chain(comm, _leaf(0.1, 0.2))
+        values = _chain(comm, leaf(0.1, 0.2))
 
         def leave(gradient: Tensor) -> None:
             comm.abort("test")
@@ -292,7 +289,7 @@ def test_a_lost_rank_is_one_for_all() -> None:
             _guarded(values[0])
         assert caught.value.rank == 2
         rest = comm.shrink()
-        _guarded(_chain(rest, _leaf(0.1, 0.2))[0])
+        _guarded(_chain(rest, leaf(0.1, 0.2))[0])
 
     in_threads(3, body, timeout=60)
 
@@ -322,7 +319,7 @@ def test_what_a_checkpoint_recomputes(url: str, place: int) -> None:
 
         for step in range(4):
             armed = False
-            expected, x = _leaf(0.1 * comm.rank + step, 0.2), _leaf(0.1 * comm.rank + step, 0.2)
+            expected, x = leaf(0.1 * comm.rank + step, 0.2), leaf(0.1 * comm.rank + step, 0.2)
             model(expected, False)[0].backward()
             armed = step % 2 == 0 and comm.rank == 1
             values = model(x, True)
@@ -345,7 +342,7 @@ def test_a_retained_graph_with_checkpoints() -> None:
         def block(x: Tensor) -> Tensor:
             return autograd.all_reduce_sum(comm, autograd.all_gather(comm, x.sin()).cos())
 
-        expected, x = _leaf(0.1 * comm.rank, 0.2), _leaf(0.1 * comm.rank, 0.2)
+        expected, x = leaf(0.1 * comm.rank, 0.2), leaf(0.1 * comm.rank, 0.2)
         block(block(expected)).sum().backward()
         y: Any = checkpoint(block, x, use_reentrant=False)
         z: Any = checkpoint(block, y, use_reentrant=False)
@@ -380,7 +377,7 @@ async def _requests(comm: AsyncCommunicator, inputs: list[Tensor], order: list[i
 async def test_an_awaited_pass_with_calls_in_flight() -> None:
     async def body(comm: AsyncCommunicator) -> None:
         for step in range(4):
-            inputs = [_leaf(float(i + 1)) for i in range(6)]
+            inputs = [leaf(float(i + 1)) for i in range(6)]
             order = list(range(6))
             random.Random(10 * step + comm.rank).shuffle(order)
             outputs = await _requests(comm, inputs, order)
@@ -405,7 +402,7 @@ async def test_an_awaited_pass_with_calls_in_flight() -> None:
 @pytest.mark.timeout(30)
 async def test_a_cancelled_pass_is_cancelled_in_calls_it_had_not_begun() -> None:
     async def body(comm: AsyncCommunicator) -> None:
-        x = _leaf(1.0 + comm.rank)
+        x = leaf(1.0 + comm.rank)
         first, second = comm.channel("first"), comm.channel("second")
         y = await autograd.aio.all_reduce_sum(first, x)
         z = await autograd.aio.all_reduce_sum(second, x)
@@ -434,7 +431,7 @@ async def test_a_cancelled_pass_is_cancelled_in_calls_it_had_not_begun() -> None
 @pytest.mark.timeout(30)
 async def test_a_task_that_is_cancelled_before_its_pass_begins() -> None:
     async def body(comm: AsyncCommunicator) -> None:
-        x = _leaf(1.0 + comm.rank)
+        x = leaf(1.0 + comm.rank)
         y = await autograd.aio.all_reduce_sum(comm, x)
         if comm.rank == 0:
 
@@ -458,7 +455,7 @@ async def test_a_task_that_is_cancelled_before_its_pass_begins() -> None:
 @pytest.mark.timeout(30)
 async def test_a_pass_on_the_loop_itself_is_refused_on_all_ranks() -> None:
     async def body(comm: AsyncCommunicator) -> None:
-        x = _leaf(1.0 + comm.rank)
+        x = leaf(1.0 + comm.rank)
         y = await autograd.aio.all_reduce_sum(comm, x)
         if comm.rank == 0:
             with pytest.raises(autograd.BlockedLoopError), autograd.abandon_on_error(y):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from autograd_support import leaf
 from rank_threads import in_threads
 from support import fresh_url
 from torch import Tensor
@@ -25,10 +26,6 @@ from ruda_async import (
 )
 
 
-def _leaf(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64, requires_grad=True)
-
-
 def _at_once(losses: list[Tensor], **options: Any) -> None:
     """Run the losses' backward passes in threads."""
     with concurrent.futures.ThreadPoolExecutor(len(losses)) as pool:
@@ -39,7 +36,7 @@ def _at_once(losses: list[Tensor], **options: Any) -> None:
 @pytest.mark.timeout(30)
 def test_passes_in_another_order_on_each_rank() -> None:
     def body(comm: sync.Communicator) -> None:
-        inputs = [_leaf(float(i)) for i in range(12)]
+        inputs = [leaf(float(i)) for i in range(12)]
         outputs = [autograd.all_reduce_sum(comm, x).sum() * (i + 1) for i, x in enumerate(inputs)]
         random.Random(comm.rank).shuffle(outputs)
         _at_once(outputs)
@@ -55,7 +52,7 @@ def test_one_pass_over_channels_entered_in_another_order_on_each_rank() -> None:
 
     async def rank_main(url: str, rank: int) -> None:
         async with ruda_async.connect(url, rank=rank, world_size=3, timeout=10) as comm:
-            inputs = [_leaf(float(i + 1)) for i in range(8)]
+            inputs = [leaf(float(i + 1)) for i in range(8)]
             order = list(range(8))
             random.Random(rank).shuffle(order)
 
@@ -83,7 +80,7 @@ def test_same_channel_through_a_bounded_twin() -> None:
     """`bounded` shares the channel, so its calls must not take the same backward names."""
 
     def body(comm: sync.Communicator) -> None:
-        x, y = _leaf(1), _leaf(1, 2, 3, 4)
+        x, y = leaf(1), leaf(1, 2, 3, 4)
         first = autograd.all_reduce_sum(comm, x).sum()
         second = autograd.all_reduce_sum(comm.bounded(8), y).sum()
         _at_once([first, second] if comm.rank else [second, first])
@@ -97,7 +94,7 @@ def test_same_channel_through_a_bounded_twin() -> None:
 @pytest.mark.timeout(30)
 def test_backward_twice_through_retained_graphs() -> None:
     def body(comm: sync.Communicator) -> None:
-        x, y = _leaf(1), _leaf(1)
+        x, y = leaf(1), leaf(1)
         a, b = autograd.all_gather(comm, x).sum(), autograd.all_gather(comm, y).sum()
         a.backward(retain_graph=True)
         _at_once([a, b] if comm.rank else [b, a], retain_graph=True)
@@ -114,7 +111,7 @@ def test_backward_twice_through_retained_graphs() -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint_recomputes(reentrant: bool) -> None:
     def body(comm: sync.Communicator) -> None:
-        x = _leaf(1.0, 2.0)
+        x = leaf(1.0, 2.0)
 
         def block(value: Tensor) -> Tensor:
             return autograd.all_reduce_sum(comm, (value * value).sin()).exp()
@@ -142,7 +139,7 @@ def test_compile_breaks_the_graph_cleanly() -> None:
             return autograd.reduce_from(comm, value.sin()) * 2 + 1
 
         compiled = torch.compile(step, backend=backend) if comm.rank == 0 else step
-        x, y = _leaf(1.0, 2.0), _leaf(1.0, 2.0)
+        x, y = leaf(1.0, 2.0), leaf(1.0, 2.0)
         compiled(x).sum().backward()
         step(y).sum().backward()
         torch.testing.assert_close(x.grad, y.grad, rtol=0, atol=0)
@@ -183,7 +180,7 @@ def test_func_transforms_are_refused(transform: str) -> None:
 @pytest.mark.timeout(30)
 def test_a_rank_that_never_comes_is_a_timeout() -> None:
     def body(comm: sync.Communicator) -> None:
-        x = _leaf(1)
+        x = leaf(1)
         loss = autograd.all_reduce_sum(comm, x, timeout=0.3).sum()
         if comm.rank == 0:
             with pytest.raises(CollectiveTimeoutError, match="backward 0"):
@@ -197,7 +194,7 @@ def test_a_rank_that_never_comes_is_a_timeout() -> None:
 @pytest.mark.timeout(30)
 def test_a_lost_peer_comes_out_of_backward() -> None:
     def body(comm: sync.Communicator) -> None:
-        loss = autograd.all_reduce_sum(comm, _leaf(1)).sum()
+        loss = autograd.all_reduce_sum(comm, leaf(1)).sum()
         comm.barrier()
         if comm.rank == 1:
             comm.abort("test")
@@ -214,7 +211,7 @@ def test_backward_of_another_operation_is_a_mismatch() -> None:
     """Ranks whose forward calls were of one number but not one kind find out in backward, both of them."""
 
     def body(comm: sync.Communicator) -> None:
-        x = _leaf(1, 2)
+        x = leaf(1, 2)
         autograd.copy_to(comm, x) if comm.rank else autograd.scatter_to(comm, x)
         entered = autograd.copy_to(comm, x) if comm.rank else autograd.scatter_to(comm, x)
         with pytest.raises(CollectiveMismatchError) as caught:
@@ -230,16 +227,16 @@ def test_bad_arguments_are_refused_on_every_rank() -> None:
     def body(comm: sync.Communicator) -> None:
         counts = [1, 1] if comm.rank else [5, 1]
         with pytest.raises(TensorContractError) as caught:
-            autograd.all_to_all_v(comm, _leaf(1, 2), counts)
+            autograd.all_to_all_v(comm, leaf(1, 2), counts)
         assert caught.value.rank == 0
         with pytest.raises(TensorContractError, match="'max' has no gradient"):
-            autograd.reduce_scatter_dim(comm, _leaf(1, 2), 0, "max")
+            autograd.reduce_scatter_dim(comm, leaf(1, 2), 0, "max")
         with pytest.raises(TensorContractError, match="2 equal parts"):
-            autograd.scatter_to(comm, _leaf(1, 2, 3))
+            autograd.scatter_to(comm, leaf(1, 2, 3))
         with pytest.raises(TensorContractError, match="no axis"):
-            autograd.scatter_to(comm, _leaf(1, 2, 3), 4)
+            autograd.scatter_to(comm, leaf(1, 2, 3), 4)
         with pytest.raises(TypeError, match="not a communicator"):
-            autograd.all_gather(object(), _leaf(1))
+            autograd.all_gather(object(), leaf(1))
 
     in_threads(2, body)
 

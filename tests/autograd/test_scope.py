@@ -8,15 +8,11 @@ import weakref
 
 import pytest
 import torch
+from autograd_support import leaf
 from rank_threads import in_threads
-from torch import Tensor
 
 from ruda_async import CollectiveTimeoutError, RudaError, TensorContractError, autograd, sync
 from ruda_async.autograd import CollectiveScope, complete_scopes
-
-
-def _leaf(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64, requires_grad=True)
 
 
 @pytest.mark.timeout(30)
@@ -24,7 +20,7 @@ def test_without_a_scope_a_skipped_collective_hangs() -> None:
     """The case that the scope is for: it has to fail without it, or the other tests prove nothing."""
 
     def body(comm: sync.Communicator) -> None:
-        x = _leaf(1, 2)
+        x = leaf(1, 2)
         used, skipped = x.sum(), autograd.all_reduce_sum(comm, x, timeout=0.3).sum()
         if comm.rank:
             used.backward()
@@ -42,7 +38,7 @@ def test_skipped_on_one_rank(poison: float) -> None:
     def body(comm: sync.Communicator) -> None:
         scope = CollectiveScope()
         scope.bind(comm)
-        x, factor = _leaf(1, 2), _leaf(3)
+        x, factor = leaf(1, 2), leaf(3)
         expert = autograd.all_gather(comm, x * factor)
         if comm.rank == 1:
             expert = expert * poison  # its value reaches no loss; nor may it reach a gradient
@@ -66,7 +62,7 @@ def test_skipped_output_and_loss_that_are_not_finite(value: float) -> None:
     def body(comm: sync.Communicator) -> None:
         scope = CollectiveScope()
         scope.bind(comm)
-        x = _leaf(value, 1)
+        x = leaf(value, 1)
         y = autograd.all_reduce_sum(comm, x)
         assert not y.isfinite().all()
         loss = torch.tensor(value, dtype=torch.float64) if comm.rank else y[1]
@@ -84,7 +80,7 @@ def test_edited_and_deleted_outputs() -> None:
     def body(comm: sync.Communicator) -> None:
         scope = CollectiveScope()
         scope.bind(comm)
-        x = _leaf(1)
+        x = leaf(1)
         y = autograd.all_reduce_sum(comm, x)
         y.mul_(5)
         loss = y.sum() if comm.rank == 0 else torch.zeros((), dtype=torch.float64)
@@ -101,7 +97,7 @@ def test_used_nowhere_stays_out_of_backward() -> None:
     def body(comm: sync.Communicator) -> None:
         scope = CollectiveScope()
         scope.bind(comm)
-        x = _leaf(1, 2)
+        x = leaf(1, 2)
         for _ in range(3):
             autograd.all_reduce_sum(comm, x)
         loss = (x * x).sum()
@@ -123,7 +119,7 @@ def test_needed_only_through_what_another_rank_was_given() -> None:
     def body(comm: sync.Communicator) -> None:
         scope = CollectiveScope()
         scope.bind(comm)
-        x = _leaf(comm.rank + 1.0)
+        x = leaf(comm.rank + 1.0)
         first = autograd.all_reduce_sum(comm, x)
         # Only rank 1's second call depends on its first; only rank 0's loss needs the second.
         second = autograd.all_reduce_sum(comm, first * x if comm.rank == 1 else x * 1)
@@ -158,7 +154,7 @@ def test_what_is_tracked_nowhere_does_not_communicate_in_backward() -> None:
     def body(comm: sync.Communicator) -> None:
         scope = CollectiveScope()
         scope.bind(comm)
-        weight = _leaf(1, 2)
+        weight = leaf(1, 2)
         data = autograd.all_gather(comm, torch.ones(1, dtype=torch.float64))
         loss = scope.complete((weight * data).sum())
         before = comm.stats()["peers"]
@@ -173,7 +169,7 @@ def test_second_derivative_where_one_rank_s_loss_is_linear() -> None:
     def body(comm: sync.Communicator) -> None:
         scope = CollectiveScope()
         scope.bind(comm)
-        x = _leaf(2.0)
+        x = leaf(2.0)
         total = autograd.all_reduce_sum(comm, x)
         loss = (total**3 if comm.rank == 0 else total).sum()
         (first,) = torch.autograd.grad(loss, x, create_graph=True)
@@ -193,7 +189,7 @@ def test_steps_of_one_scope_and_nothing_is_kept() -> None:
             assert bound.autodiff_context is scope
             assert autograd.differentiable(comm).autodiff_context is scope
             assert comm.channel("x").autodiff_context is None
-            x = _leaf(1)
+            x = leaf(1)
             for step in range(4):
                 y = bound.all_reduce_sum(x)
                 node = weakref.ref(y.grad_fn)
@@ -222,7 +218,7 @@ def test_grid_of_two_by_two() -> None:
         scopes = [CollectiveScope(), CollectiveScope()]
         scopes[0].bind(row)
         scopes[1].bind(column)
-        x = _leaf(comm.rank + 1.0)
+        x = leaf(comm.rank + 1.0)
         inner = autograd.all_reduce_sum(column, x)
         outer = autograd.all_reduce_sum(row, inner)
         loss = outer.sum() if comm.rank == 0 else torch.zeros((), dtype=torch.float64)
@@ -238,7 +234,7 @@ def test_grid_of_two_by_two() -> None:
 def test_grid_where_nobody_needs_anything() -> None:
     def body(comm: sync.Communicator) -> None:
         scopes = []
-        x = _leaf(1)
+        x = leaf(1)
         for color in (comm.rank // 2, comm.rank % 2):
             group = comm.split(color)
             assert group is not None
@@ -257,7 +253,7 @@ def test_chain_of_overlapping_pairs() -> None:
     def body(comm: sync.Communicator) -> None:
         pairs = [comm.split(0 if comm.rank in (left, left + 1) else None) for left in range(3)]
         scopes = {left: CollectiveScope() for left, pair in enumerate(pairs) if pair is not None}
-        value = x = _leaf(1.0)
+        value = x = leaf(1.0)
         for left in reversed(range(3)):
             if left in scopes:
                 scopes[left].bind(pairs[left])

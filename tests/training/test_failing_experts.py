@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
 import textwrap
 import threading
 from collections.abc import Callable
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from rank_threads import in_threads
-from support import SCHEMES, fresh_url, run_ranks
+from support import SCHEMES, fresh_url, run_programs, run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -214,21 +212,7 @@ async def test_in_processes() -> None:
     scheme = next((scheme for scheme in SCHEMES if scheme != "memory"), None)
     if scheme is None:
         pytest.skip("no transport between processes")
-    url = fresh_url(scheme)
-    processes = [
-        await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", PROCESS, url, str(rank)),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = await asyncio.wait_for(asyncio.gather(*(p.communicate() for p in processes)), 80)
-    finally:
-        for process in processes:
-            if process.returncode is None:
-                process.kill()
-    printed = [out.decode().splitlines() for out, _ in outputs]
+    outputs = await run_programs(PROCESS, fresh_url(scheme), 2, 80)
+    printed = [out.splitlines() for out, _, _ in outputs]
     errors = ["TensorContractError", "FloatingPointError"]
     assert printed == [[f"{error} True True", "trained"] for error in errors], outputs

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import sys
 import textwrap
 import weakref
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from rank_threads import in_threads
-from support import SCHEMES, fresh_url, run_ranks
+from support import SCHEMES, fresh_url, run_programs, run_ranks
 from torch import Tensor, nn
 
 from ruda_async import (
@@ -338,20 +337,6 @@ PROCESS_SCHEMES = [scheme for scheme in SCHEMES if scheme != "memory"]
     [pytest.param(s, marks=[pytest.mark.long] if number else []) for number, s in enumerate(PROCESS_SCHEMES)],
 )
 async def test_a_process_that_dies_in_backward(scheme: str) -> None:
-    url = fresh_url(scheme)
-    processes = [
-        await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", DYING, url, str(rank)),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        for rank in range(3)
-    ]
-    try:
-        outputs = await asyncio.wait_for(asyncio.gather(*(p.communicate() for p in processes)), 140)
-    finally:
-        for process in processes:
-            if process.returncode is None:
-                process.kill()
-    assert [out.decode().strip() for out, _ in outputs] == ["lost 1", "", "lost 1"], outputs
-    assert [p.returncode for p in processes] == [0, -9, 0]
+    outputs = await run_programs(DYING, fresh_url(scheme), 3, 140)
+    assert [out.strip() for out, _, _ in outputs] == ["lost 1", "", "lost 1"], outputs
+    assert [code for _, _, code in outputs] == [0, -9, 0]
