@@ -107,6 +107,21 @@ def test_killed_rank_is_noticed_at_once(query: str) -> None:
             assert ranks[number].leave() == 0
 
 
+@pytest.mark.parametrize("delay", [0.16, 0.22, 0.25, 0.31])
+def test_survivors_outlive_a_rank_that_is_killed_while_they_copy_from_it(delay: float) -> None:
+    die = (
+        "import os, signal\n"
+        f"asyncio.get_running_loop().call_later({delay}, os.kill, os.getpid(), signal.SIGKILL)"
+    )
+    options = [{"size": 4 << 20}, {"size": 4 << 20}, {"size": 4 << 20, "inside": die}]
+    with rank_processes(fresh_url("ucx"), 3, options, ready=False, keep=False) as ranks:
+        for number, rank in ((0, 0), (1, 1)):
+            said = [ranks[number].words() for _ in range(3)]
+            assert said[0][:1] == ["ready"]
+            assert said[1][:2] == ["lost", "2"]
+            assert said[2] == ["shrunk", str(rank), "2", "2.0"]
+
+
 def test_stopped_rank_is_noticed_by_its_silence() -> None:
     with rank_processes(fresh_url("ucx"), 3, {"heartbeat": 2}, keep=False) as ranks:
         ranks[1].stop()

@@ -5,9 +5,9 @@ tagged UCX messages that carry their envelope; large ones are announced, and the
 in parts, each a tagged message of its own from the sender's memory into the receiver's. So what has not
 been pulled can be withdrawn, on either side, without a trace.
 
-UCX itself tells of dead peers only where that costs shared memory: with its error handling on, it falls
-back to TCP even between processes of one host. It stays off, and every pair of ranks holds an
-authenticated TCP connection on which nothing travels, and whose end tells that the peer is gone.
+Every pair of ranks holds an authenticated TCP connection on which nothing travels, and whose end tells that
+the peer is gone. UCX's own error handling is on as well: without it UCX ends the process when an operation
+with a dead peer fails.
 """
 
 from __future__ import annotations
@@ -54,6 +54,12 @@ class UcxParameters(FramedParameters):
         unit="s",
         minimum=-1,
         maximum=0.001,
+    )
+    error_handling: bool = param(
+        True,
+        doc="UCX lives on when a peer dies; without this, it may end this process too, but copies large "
+        "messages of one host directly (`cma`)",
+        alike=True,
     )
     listen: bool = param(
         False,

@@ -54,12 +54,14 @@ class Engine:
         context: a UCX context.
         mode: ``"blocking"``, ``"polling"`` or ``"thread"``.
         spin: how long a waiting rank looks for a message before it sleeps.
+        error_handling: whether endpoints report that their peer is dead; as that of all peers.
     """
 
-    def __init__(self, api: Any, context: Any, mode: str, spin: Spin) -> None:
+    def __init__(self, api: Any, context: Any, mode: str, spin: Spin, error_handling: bool) -> None:
         self._api = api
         self._array = _array_type()
         self._context = context
+        self._error_handling = error_handling
         self._worker = api.UCXWorker(context)
         self._loop = asyncio.get_running_loop()
         self._spin = spin
@@ -95,7 +97,7 @@ class Engine:
     def endpoint(self, address: bytes) -> Any:
         """An endpoint to the worker of that address. Raises what ucxx raises."""
         remote = self._api.UCXAddress.create_from_buffer(address)
-        return self._api.UCXEndpoint.create_from_worker_address(self._worker, remote, False)
+        return self._api.UCXEndpoint.create_from_worker_address(self._worker, remote, self._error_handling)
 
     def listener(self, on_request: Callable[[int], None]) -> Any:
         """A UCX listener on a port that UCX picks; `on_request` is told of connections, on any thread."""
@@ -103,7 +105,11 @@ class Engine:
 
     def dial(self, host: str, port: int) -> Any:
         """An endpoint to another worker's listener. Raises what ucxx raises."""
-        return self._api.UCXEndpoint.create(self._worker, host, port, False)
+        return self._api.UCXEndpoint.create(self._worker, host, port, self._error_handling)
+
+    def accept(self, listener: Any, request: int) -> Any:
+        """An endpoint to the worker that has dialled. Raises what ucxx raises."""
+        return listener.create_endpoint_from_conn_request(request, self._error_handling)
 
     def start(self, key: int, on_control: Callable[[int, bytearray], None]) -> None:
         """Hand small messages to `on_control(rank, message)`, in the order they were sent.

@@ -116,7 +116,7 @@ class Listening:
                 if dialled not in done:
                     dialled.cancel()
                     break
-                endpoint = self._listener.create_endpoint_from_conn_request(dialled.result(), False)
+                endpoint = self._engine.accept(self._listener, dialled.result())
                 number = secrets.token_bytes(_NUMBER)
                 drawn[number] = endpoint
                 self._engine.send(peer, endpoint, number, tag)

@@ -51,6 +51,9 @@ def configuration(parameters: UcxParameters) -> dict[str, str]:
         "RNDV_SCHEME": parameters.rndv_scheme,
         "RNDV_THRESH": parameters.rndv_thresh or str(small + 1),
     }
+    if parameters.error_handling:
+        # Shared memory has to say that it can, else UCX takes TCP on one host too.
+        settings |= {"POSIX_ERROR_HANDLING": "y", "SYSV_ERROR_HANDLING": "y"}
     return {name: value for name, value in settings.items() if value}
 
 
