@@ -348,7 +348,8 @@ WAITING = """
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
     try:
         print(os.getpid(), child.pid, flush=True)
-        time.sleep(1000)
+        while True:  # a signal that comes just before a sleep does not end it
+            time.sleep(0.1)
     except KeyboardInterrupt:
         print("bye", rank, flush=True)
         raise SystemExit(130)
@@ -377,7 +378,7 @@ def test_a_second_ctrl_c_kills(script: Callable[[str], str]) -> None:
         signal.signal(signal.SIGINT, lambda *_: print("no", flush=True))
         print(os.getpid(), os.getpid(), flush=True)
         while True:
-            time.sleep(1000)
+            time.sleep(0.1)
     """)
     with launched("-n", "2", "--grace", "1000", path) as process:
         pids = pids_of(read_lines(process, 2))
