@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import socket
+import subprocess
+import sys
+
 import pytest
 from ruda_ucx import UcxParameters
 from ruda_ucx.namespaces import NAMESPACES_BYTES, divided, memory_unasked, namespaces, without_memory
@@ -13,6 +19,14 @@ def place(ipc: str, pid: str, network: str) -> bytes:
 
 
 HOST = place("i", "p", "n")
+#: A rank that sums more than a small message carries.
+RANK = """
+import asyncio, sys, numpy, ruda_async
+async def main():
+    async with ruda_async.connect(sys.argv[1], rank=int(sys.argv[2]), world_size=2, timeout=30) as comm:
+        print((await comm.all_reduce_sum(numpy.ones(100_000)))[-1])
+asyncio.run(main())
+"""
 
 
 @pytest.mark.parametrize(
@@ -21,6 +35,7 @@ HOST = place("i", "p", "n")
         pytest.param([HOST], False, id="one host"),
         pytest.param([place("I", "P", "N")], False, id="two containers with nothing in common"),
         pytest.param([place("i", "P", "N")], True, id="the memory of System V"),
+        pytest.param([place("i", "P", "n")], True, id="the memory of System V, and one network"),
         pytest.param([place("I", "p", "N")], True, id="the memory of processes"),
         pytest.param([HOST, place("I", "P", "N"), place("I", "p", "N")], True, id="two of many"),
         pytest.param([place("I", "P", "n")], False, id="one network"),
@@ -28,7 +43,7 @@ HOST = place("i", "p", "n")
         pytest.param([place("p", "i", "N")], False, id="an IPC namespace is no PID namespace"),
     ],
 )
-def test_ranks_are_divided_by_networks_alone_where_they_share_memory(
+def test_ranks_are_divided_by_networks_and_processes_where_they_share_memory(
     others: list[bytes], expected: bool
 ) -> None:
     assert divided([HOST, *others]) is divided([*others, HOST]) is expected
@@ -47,3 +62,29 @@ def test_what_the_user_says_of_transports_stays(monkeypatch: pytest.MonkeyPatch)
     assert not memory_unasked(UcxParameters())
     left = without_memory(UcxParameters(net_devices="lo", chunk_bytes=4096))
     assert (left.tls, left.net_devices, left.chunk_bytes) == ("^sm", "lo", 4096)
+
+
+def test_containers_with_one_ipc_namespace_and_process_ids_of_their_own() -> None:
+    isolated = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    if shutil.which("unshare") is None or subprocess.run([*isolated, "true"], capture_output=True).returncode:
+        pytest.skip("no PID namespaces here; run as root, with util-linux")
+    # Another number of processes before each: a peer's process ID is nobody's here.
+    shell = 'for i in $(seq $1); do /bin/true; done; "$2" -c "$3" "$4" "$5"; exit $?'
+    environment = os.environ | {"RUDA_SECRET": "a secret of the tests alone", "OMP_NUM_THREADS": "1"}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        url = f"ucx://127.0.0.1:{free.getsockname()[1]}/containers"
+    ranks = [
+        subprocess.Popen(
+            [*isolated, "sh", "-c", shell, "sh", str(40 * rank), sys.executable, RANK, url, str(rank)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=60) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [out for out, _ in said] == [b"2.0\n"] * 2, said

@@ -122,6 +122,31 @@ def test_survivors_outlive_a_rank_that_is_killed_while_they_copy_from_it(delay: 
             assert said[2] == ["shrunk", str(rank), "2", "2.0"]
 
 
+def test_a_communicator_is_closed_after_ucx_itself_has_found_a_rank_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UCX_KEEPALIVE_INTERVAL", "20ms")
+    monkeypatch.setenv("UCX_LOG_LEVEL", "fatal")  # which goes to standard output
+    late = """
+import ruda_ucx.transport
+close = ruda_ucx.transport.UcxTransport._close
+async def close_late(transport):
+    async with asyncio.timeout(20):
+        while all(link.outgoing.endpoint.alive for link in transport._links.values()):
+            await asyncio.sleep(0.01)
+    await close(transport)
+ruda_ucx.transport.UcxTransport._close = close_late
+"""
+    with rank_processes(fresh_url("ucx"), 3, {"before": late}, keep=False) as ranks:
+        ranks[2].kill()
+        ranks[2].wait()  # UCX finds a process alive that nobody has waited for
+        for number, rank in ((0, 0), (1, 1)):
+            assert ranks[number].words()[:2] == ["lost", "2"]
+            assert ranks[number].words() == ["shrunk", str(rank), "2", "2.0"]
+            assert ranks[number].words() == ["closed"]
+            assert ranks[number].leave() == 0
+
+
 def test_stopped_rank_is_noticed_by_its_silence() -> None:
     with rank_processes(fresh_url("ucx"), 3, {"heartbeat": 2}, keep=False) as ranks:
         ranks[1].stop()

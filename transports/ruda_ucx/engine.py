@@ -357,7 +357,8 @@ class Engine:
             nonlocal worker, context
             for endpoint in endpoints:
                 with contextlib.suppress(Exception):
-                    endpoint.close()
+                    if endpoint.alive:  # ucxx crashes on closing one whose peer UCX knows to be dead
+                        endpoint.close()
             end = monotonic() + 0.02
             while monotonic() < end and worker.progress_once():
                 pass

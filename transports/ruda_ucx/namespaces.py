@@ -1,8 +1,9 @@
-"""Ranks that share memory but no network namespace, which UCX does not notice.
+"""Ranks that share memory but not what UCX needs beside it, which UCX does not notice.
 
 UCX's shared memory wakes a sleeping peer through an abstract Unix socket, and those belong to a network
-namespace. Between two containers of one machine with a common IPC or PID namespace it therefore finds the
-memory, and the peer sleeps on whatever is written there. Such ranks do without UCX's shared memory.
+namespace; and it looks by its process ID whether a peer lives. Between two containers of one machine with a
+common IPC or PID namespace it therefore finds the memory, but the peer sleeps on whatever is written there, or
+is not found to be alive. Such ranks do without UCX's shared memory.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ def namespaces() -> bytes:
 
 
 def divided(everyone: Iterable[bytes]) -> bool:
-    """Whether some two ranks share memory and no network namespace; `everyone`'s `namespaces`."""
-    networks: dict[tuple[int, bytes], set[bytes]] = {}
+    """Whether some two ranks share memory and no network or PID namespace; `everyone`'s `namespaces`."""
+    beside: dict[tuple[str, bytes], set[bytes]] = {}
     for told in filter(None, everyone):
         ipc, pid, network = (told[start : start + _SIZE] for start in range(0, NAMESPACES_BYTES, _SIZE))
-        networks.setdefault((0, ipc), set()).add(network)
-        networks.setdefault((1, pid), set()).add(network)
-    return any(len(found) > 1 for found in networks.values())
+        beside.setdefault(("ipc", ipc), set()).add(pid + network)
+        beside.setdefault(("pid", pid), set()).add(network)
+    return any(len(found) > 1 for found in beside.values())
 
 
 def memory_unasked(parameters: UcxParameters) -> bool:
