@@ -129,8 +129,7 @@ def test_a_communicator_is_closed_after_ucx_itself_has_found_a_rank_dead(
     monkeypatch.setenv("UCX_LOG_LEVEL", "fatal")  # which goes to standard output
     late = """
 import ruda_ucx.transport
-close = ruda_ucx.transport.UcxTransport._close
-async def close_late(transport):
+async def close_late(transport, close=ruda_ucx.transport.UcxTransport._close):
     async with asyncio.timeout(20):
         while all(link.outgoing.endpoint.alive for link in transport._links.values()):
             await asyncio.sleep(0.01)

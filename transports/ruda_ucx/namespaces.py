@@ -2,7 +2,7 @@
 
 UCX's shared memory wakes a sleeping peer through an abstract Unix socket, and those belong to a network
 namespace; and it looks by its process ID whether a peer lives. Between two containers of one machine with a
-common IPC or PID namespace it therefore finds the memory, but the peer sleeps on whatever is written there, or
+common IPC or PID namespace it therefore finds the memory, but the peer sleeps on what is written there, or
 is not found to be alive. Such ranks do without UCX's shared memory.
 """
 
