@@ -152,7 +152,7 @@ def test_no_room_for_the_rings(culprit: int) -> None:
     """The limit on file sizes holds for memory files too: the nearest that a test has to full memory."""
     # Sums so small that they need no memory of their own: a rank that has none would fail its first large
     # one and go, while others are still in the barrier before it.
-    options = [{"timeout": 1.5 if culprit else 20.0, "size": 10} for _ in range(3)]
+    options = [{"timeout": 20.0, "size": 10} for _ in range(3)]
     options[culprit]["before"] = SMALL_FILES  # type: ignore[assignment]
     with rank_processes(fresh_url("shm"), 3, options, ready=False) as ranks:
         if culprit == 0:  # which makes no memory: the higher rank of a pair does
