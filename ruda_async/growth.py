@@ -60,23 +60,23 @@ class Grow(AllGatherObject):
 async def grow(comm: AsyncCommunicator, n: int, url: str | None, seconds: float) -> AsyncCommunicator:
     """See `AsyncCommunicator.grow`."""
     _see_that_it_can(comm.node.home, comm.node.capabilities.grows)
-    sequence = comm._channel.next
-    await comm._call(Grow(n), seconds)
+    if comm.closed:
+        await comm._call(Grow(n), seconds)  # refuses
     # Numbered like the call, so that every member opens the same, and no other growth meets it.
-    parent = comm._channel
+    parent, sequence = comm._channel, comm._channel.next
     id = channel_id(parent.id, "grow", sequence)
     side = comm._derive(comm.node.open_channel(id, f"{comm.name}/grow{sequence}", parent.members))
     # Open on rank 0 from the start, so that it notices when a member cannot go on.
     hold = side.channel("hold")
     try:
+        await comm._call(Grow(n), seconds)
         if comm.rank == 0:
             return await _lead(comm, n, url, seconds, side, hold)
         try:
             told = await side.broadcast_object(None, 0, timeout=seconds + admission.LINK_SECONDS)
-        except asyncio.CancelledError:
-            _give_up(hold)
-            raise
-        except CollectiveTimeoutError:
+        except CollectiveTimeoutError as error:
+            if error.rank != comm.rank:
+                raise  # another rank gave up
             raise CollectiveTimeoutError(
                 f"grow: rank 0, which lets new ranks in, did not say within {seconds:g} s, and "
                 f"{admission.LINK_SECONDS:g} s more, whether they came; see whether its event loop stands "
@@ -90,6 +90,13 @@ async def grow(comm: AsyncCommunicator, n: int, url: str | None, seconds: float)
             await hold.barrier(timeout=admission.LINK_SECONDS)
         invitation = Invitation(**told)._replace(rank=comm.rank)
         return await _meet_all(comm, invitation.apply(comm.node.home), side)
+    except BaseException as error:
+        # A call that this rank gave up may have ended well elsewhere, just before. Whoever goes on waits for
+        # this rank in what follows. (What other ranks gave up, they tell of themselves.)
+        if not isinstance(error, RudaError) or error.rank == comm.rank:
+            for channel in (side, hold):
+                _give_up(channel, error)
+        raise
     finally:
         await hold.close()
         await side.close()
@@ -113,9 +120,6 @@ async def _lead(
             home = home if url is None else _elsewhere(home, url)
             links = await admission.admit(home, n, seconds, holding)
             name, listener = await admission.listen(home)
-        except asyncio.CancelledError:
-            _give_up(side)
-            raise
         except RudaError as error:
             if not holding.done():  # else the members know
                 await side.broadcast_object(_as_outcome(error), 0)
@@ -158,9 +162,11 @@ def _elsewhere(home: Config, url: str) -> Config:
     return replace(home, host=place.host, port=place.port, ports=(), name=place.name, listen_fd=None)
 
 
-def _give_up(channel: AsyncCommunicator) -> None:
+def _give_up(channel: AsyncCommunicator, error: BaseException) -> None:
     """Fail the next call of a channel on all ranks, in place of making it."""
-    failure = Failure("cancelled", channel.rank, "its grow() was cancelled")
+    code = "timeout" if isinstance(error, CollectiveTimeoutError) else "cancelled"
+    why = "was cancelled" if isinstance(error, asyncio.CancelledError) else f"failed: {error}"
+    failure = Failure(code, channel.rank, f"its grow() {why}")
     channel.node.announce(channel._channel, channel._channel.next, failure)
 
 

@@ -1,7 +1,7 @@
 """A rank that sums in a loop until a peer is lost, and then goes on without it; one job after the other.
 
 Run by `failure_support`. Each job is a line on stdin, and ``end`` is the line after it; what happens is
-printed, a line a thing, and ``idle`` in the end. The process ends when stdin does.
+printed, a line a thing, and ``idle`` before each job and after the last. The process ends when stdin does.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ async def main() -> None:
     loop = asyncio.get_running_loop()
     lines = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    say("idle")
     while line := await lines.readline():
         running = asyncio.ensure_future(guarded(line))
         await lines.readline()

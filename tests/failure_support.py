@@ -78,11 +78,11 @@ class Rank:
         if not self._lost:
             self._write("end")
 
-    def is_idle(self) -> bool:
+    def is_idle(self, limit: float = 10) -> bool:
         """Whether it has given up its job and can take another one. Waits for that, if need be."""
         if self._lost or self._stopped:
             return False
-        while said := self.words(10):
+        while said := self.words(limit):
             if said == ["idle"]:
                 return True
         return False
@@ -118,8 +118,12 @@ def rank_processes(
     ``size``, the elements that it sums. Without `keep` the processes serve this job alone.
     """
     each = [options] * world if isinstance(options, dict) else [*options, *({} for _ in range(world))][:world]
-    ranks = [_idle.pop() if keep and _idle else Rank() for _ in range(world)]
+    ranks = [_idle.pop() for _ in range(world if keep else 0) if _idle]
+    fresh = [Rank() for _ in range(world - len(ranks))]
+    ranks += fresh
     try:
+        for rank in fresh:  # a job's deadline is not for what a process imports
+            assert rank.is_idle(50)
         for number, rank in enumerate(ranks):
             rank.begin(url, number, world, each[number])
         for rank in ranks if ready else ():

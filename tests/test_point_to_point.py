@@ -187,20 +187,26 @@ async def test_communicators_of_one_channel_take_turns_too(derive: str) -> None:
     await run_ranks(2, body)
 
 
-async def test_delivered_messages_outlive_their_sender(url: str) -> None:
+@pytest.mark.parametrize("any_source", [False, True])
+async def test_delivered_messages_outlive_their_sender(url: str, any_source: bool) -> None:
+    """Receives that are called after it has closed read them, in order."""
+    sizes = (4, 1000, 1, 0, 700)
+
     async def body(comm: AsyncCommunicator) -> None:
         if comm.rank == 0:
-            for i in range(5):
-                await comm.send(np.array([i]), 1)
+            for i, size in enumerate(sizes):
+                await comm.send(np.full(size, i), 1)
             await comm.close()
         else:
             with pytest.raises(PeerLostError):
                 await comm.recv(0, tag=9)
-            for i in range(5):
-                assert (await comm.recv(0))[0] == i
+            for i, size in enumerate(sizes):
+                got, _ = await comm.recv_any() if any_source else (await comm.recv(0), 0)
+                assert got.tolist() == [i] * size
             with pytest.raises(PeerLostError) as caught:
-                await comm.recv(0)
+                await (comm.recv_any() if any_source else comm.recv(0))
             assert caught.value.rank == 0
+            assert caught.value.orderly
 
     await run_ranks(2, body, url=url)
 

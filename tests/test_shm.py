@@ -92,6 +92,19 @@ async def test_twenty_ranks() -> None:
         await comm.all_to_all(np.arange(40))
         gathered = await comm.all_gather(np.array([comm.rank]))
         assert gathered.tolist() == list(range(20))
+        large = np.arange(100_000, dtype=np.float32) + comm.rank
+        assert (await comm.all_reduce_sum(large) == 20 * np.arange(100_000, dtype=np.float32) + 190).all()
+        assert (await comm.broadcast(large, 19) == np.arange(100_000, dtype=np.float32) + 19).all()
+        counts = [(comm.rank + peer) % 3 * 500 for peer in range(20)]
+        value, received = await comm.all_to_all_v(np.full((sum(counts), 3), float(comm.rank)), counts)
+        assert list(received) == counts
+        assert (value[:, 0] == np.repeat(np.arange(20.0), received)).all()
+        assert await comm.recv((comm.rank - 1) % 20) == (comm.rank - 1) % 20 if comm.rank else True
+        await comm.send(np.array([comm.rank]), (comm.rank + 1) % 20)
+        assert comm.rank or await comm.recv(19) == 19
+        some = await comm.split(comm.rank % 3)
+        assert some is not None
+        assert (await some.all_reduce_sum(np.ones(30_000)) == some.world_size).all()
 
     await run_ranks(20, body, url=fresh_url("shm"), limit=50)
 
@@ -162,7 +175,7 @@ async def main():
         await comm.all_reduce_sum(np.ones(100_000))
         print("ready", flush=True)
         if rank == 0:
-            sys.stdin.readline()
+            await asyncio.to_thread(sys.stdin.readline)
             await comm.barrier()
         else:
             before = time.process_time(), time.monotonic()
@@ -171,6 +184,25 @@ async def main():
             print("used", used, flush=True)
 
 asyncio.run(main())
+"""
+
+WAITING_IN_BLOCKING_CALLS = """
+import sys, time
+import numpy as np
+import ruda_async
+
+url, rank, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+with ruda_async.sync.connect(url, rank=rank, world_size=world, timeout=60) as comm:
+    comm.all_reduce_sum(np.ones(100_000))
+    print("ready", flush=True)
+    if rank == 0:
+        sys.stdin.readline()
+        comm.barrier()
+    else:
+        before = time.process_time(), time.monotonic()
+        comm.barrier()
+        used = (time.process_time() - before[0]) / (time.monotonic() - before[1])
+        print("used", used, flush=True)
 """
 
 
@@ -193,9 +225,12 @@ def end_ranks(ranks: list[subprocess.Popen[str]]) -> None:
         rank.communicate()
 
 
+@pytest.mark.parametrize("heartbeat", ["", "?heartbeat=0.4"], ids=["none-due", "several-due"])
+@pytest.mark.parametrize("program", [WAITING, WAITING_IN_BLOCKING_CALLS], ids=["awaited", "blocking"])
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])
-def test_waiting_costs_nothing_and_says_nothing(scheme: str) -> None:
-    ranks = start_ranks(WAITING, fresh_url(scheme), 2)
+def test_waiting_costs_nothing_and_says_nothing(scheme: str, program: str, heartbeat: str) -> None:
+    """One rank in a call, the other between two: neither is taken for lost."""
+    ranks = start_ranks(program, fresh_url(scheme) + heartbeat, 2)
     try:
         for rank in ranks:
             assert rank.stdout is not None

@@ -87,7 +87,9 @@ class TorchAdapter:
         # numpy allocates and wraps a small array in half the time of torch.empty and Tensor.numpy.
         array = host_array(shape, dtype)
         tensor = torch.from_numpy(array)
-        if native in _CARRIERS:
+        if not array.size:  # numpy gives it strides of 0, with which torch refuses views
+            tensor = torch.empty(shape, dtype=native)
+        elif native in _CARRIERS:
             tensor = tensor.view(native)
         return Target(_bytes_of(array), lambda: tensor)
 

@@ -192,6 +192,28 @@ def test_expanded_gradients_and_views() -> None:
 
 
 @pytest.mark.timeout(30)
+@pytest.mark.parametrize("name", CASES)
+def test_an_expanded_gradient_of_a_view(name: str) -> None:
+    """As a plain sum gives it: one number for all places. The input has strides, and no memory of its own."""
+    shape, call, whole = CASES[name]
+
+    def base(rank: int) -> Tensor:
+        return _input(rank, (*shape(rank), 3))
+
+    def body(comm: sync.Communicator) -> Tensor | None:
+        x = base(comm.rank)
+        call(comm, x[..., 1]).sum().backward()
+        return x.grad
+
+    found = in_threads(WORLD, body)
+    inputs = [base(rank) for rank in range(WORLD)]
+    results = whole([x[..., 1] for x in inputs])
+    sum((result.sum() for result in results), torch.zeros(())).backward()
+    for rank in range(WORLD):
+        torch.testing.assert_close(found[rank], inputs[rank].grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.timeout(30)
 def test_input_that_needs_no_gradient_beside_one_that_does() -> None:
     def body(comm: sync.Communicator) -> None:
         weight, data = _input(comm.rank, (2,)), torch.full((2,), comm.rank + 1.0, dtype=torch.float64)

@@ -150,12 +150,16 @@ def test_no_descriptors_left_later_is_no_trouble(scheme: str) -> None:
 @pytest.mark.parametrize("culprit", [0, 1, 2])
 def test_no_room_for_the_rings(culprit: int) -> None:
     """The limit on file sizes holds for memory files too: the nearest that a test has to full memory."""
-    options = [{"timeout": 1.5 if culprit else 20.0} for _ in range(3)]
+    # Sums so small that they need no memory of their own: a rank that has none would fail its first large
+    # one and go, while others are still in the barrier before it.
+    options = [{"timeout": 20.0, "size": 10} for _ in range(3)]
     options[culprit]["before"] = SMALL_FILES  # type: ignore[assignment]
     with rank_processes(fresh_url("shm"), 3, options, ready=False) as ranks:
         if culprit == 0:  # which makes no memory: the higher rank of a pair does
             said = [rank.words() for rank in ranks]
             assert [words[:1] for words in said] == [["ready"]] * 3, said
+            ranks[2].kill()  # who sums until then says so
+            assert [rank.words()[:2] for rank in ranks[:2]] == [["lost", "2"]] * 2
             return
         said = [rank.words() for rank in ranks]
     word, kind, *text = said[culprit]

@@ -12,6 +12,7 @@ import msgpack
 from ruda_async.transport import (
     Buffer,
     Capabilities,
+    CollectiveTimeoutError,
     Envelope,
     Job,
     ProtocolError,
@@ -71,20 +72,26 @@ class AutoTransport:
         told = memoryview(msgpack.packb(astuple(self.capabilities)))
         sends = [self.send(peer, _TAG, (told,)) for peer in self._plan.routes]
         all_told = [self.capabilities]
+        silent = job.rank
         try:
             async with asyncio.timeout(job.remaining()):
                 for peer in self._plan.routes:
+                    silent = peer
                     envelope = await self.probe(peer, _TAG)
                     if envelope.nbytes > _MAX_TOLD:
                         raise ProtocolError(f"rank {peer} told {envelope.nbytes} bytes of itself", rank=peer)
                     data = bytearray(envelope.nbytes)
                     await self.recv_into(peer, _TAG, (memoryview(data),))
                     all_told.append(_unpack(data, peer))
-                for sending in sends:
+                for peer, sending in zip(self._plan.routes, sends, strict=True):
+                    silent = peer
                     await sending
         except TimeoutError:
-            job.remaining()
-            raise
+            raise CollectiveTimeoutError(
+                f"rank {job.rank} of {job.world_size}: rank {silent} linked up and then said nothing within "
+                f"timeout={job.timeout:g} s; see whether its event loop stands still, or raise timeout=",
+                missing=(silent,),
+            ) from None
         self.capabilities = replace(merged(all_told), hosts=self._plan.hosts)
 
     # ------------------------------------------------------------------ messages

@@ -13,12 +13,14 @@ import socket
 import struct
 from collections.abc import Callable
 from functools import partial
+from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgpack
 
 from ruda_async.transport import (
     MAX_STRANGERS,
+    CollectiveTimeoutError,
     ConfigError,
     Endpoint,
     Job,
@@ -114,7 +116,8 @@ async def open_pairs(
             label = f"process {peers[rank].pid}"
             sock = mesh.sockets[rank]
             # The higher rank of a pair makes the memory, as it is the one that dialled.
-            opening = _give(job, sock, ring_bytes) if rank < job.rank else _take(job, sock, rank)
+            give = rank < job.rank
+            opening = _give(job, sock, rank, ring_bytes) if give else _take(job, sock, rank)
             memory, for_regions[rank] = await opening
             streams[rank] = _stream(sock, memory, rank < job.rank, spin, label)
     except BaseException:
@@ -151,7 +154,7 @@ def _usual_ring_bytes(ranks: int) -> int:
     return next(capacity for most, capacity in _CAPACITIES if ranks <= most)
 
 
-async def _give(job: Job, sock: socket.socket, ring_bytes: int) -> tuple[mmap.mmap, socket.socket]:
+async def _give(job: Job, sock: socket.socket, rank: int, ring_bytes: int) -> tuple[mmap.mmap, socket.socket]:
     """Make the pair's memory, and a socket for more of it; hand both to the peer."""
     size = 2 * (HEADER_BYTES + ring_bytes)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -165,6 +168,7 @@ async def _give(job: Job, sock: socket.socket, ring_bytes: int) -> tuple[mmap.mm
             await _ready(
                 job,
                 sock,
+                rank,
                 partial(socket.send_fds, sock, [_SIZE.pack(size)], [descriptor, theirs.fileno()]),
             )
         finally:
@@ -172,7 +176,12 @@ async def _give(job: Job, sock: socket.socket, ring_bytes: int) -> tuple[mmap.mm
             theirs.close()
     except BrokenPipeError:
         ours.close()
-        raise PeerLostError(f"rank {job.rank}: a rank died while memory was shared with it") from None
+        raise PeerLostError(
+            f"rank {rank} is lost: it died while rank {job.rank} shared memory with it", rank=rank
+        ) from None
+    except CollectiveTimeoutError:  # which is an OSError too
+        ours.close()
+        raise
     except OSError as error:
         ours.close()
         if error.errno in (errno.EMFILE, errno.ENFILE):
@@ -187,7 +196,7 @@ async def _give(job: Job, sock: socket.socket, ring_bytes: int) -> tuple[mmap.mm
 async def _take(job: Job, sock: socket.socket, rank: int) -> tuple[mmap.mmap, socket.socket]:
     """The pair's memory, and the socket for more of it, from the peer."""
     data, descriptors, flags, _ = await _ready(
-        job, sock, partial(socket.recv_fds, sock, _SIZE.size, 2), reading=True
+        job, sock, rank, partial(socket.recv_fds, sock, _SIZE.size, 2), reading=True
     )
     try:
         if flags & socket.MSG_CTRUNC:  # the kernel had no place for the descriptors
@@ -212,8 +221,14 @@ async def _take(job: Job, sock: socket.socket, rank: int) -> tuple[mmap.mmap, so
             os.close(descriptor)
 
 
-async def _ready(job: Job, sock: socket.socket, call: Callable[[], Any], *, reading: bool = False) -> Any:
-    """Repeat a call on a non-blocking socket until it goes through, before the deadline."""
+async def _ready(
+    job: Job, sock: socket.socket, rank: int, call: Callable[[], Any], *, reading: bool = False
+) -> Any:
+    """Repeat a call on the non-blocking socket to `rank` until it goes through, before the deadline.
+
+    Raises:
+        CollectiveTimeoutError: it did not.
+    """
     loop = asyncio.get_running_loop()
     while True:
         with contextlib.suppress(BlockingIOError):
@@ -224,11 +239,14 @@ async def _ready(job: Job, sock: socket.socket, call: Callable[[], Any], *, read
         )
         watch(sock.fileno(), _settle, able)
         try:
-            async with asyncio.timeout(job.remaining()):
+            async with asyncio.timeout(job.deadline - monotonic()):
                 await able
         except TimeoutError:
-            job.remaining()
-            raise
+            raise CollectiveTimeoutError(
+                f"rank {job.rank} of {job.world_size}: rank {rank} linked up and did not share memory within "
+                f"timeout={job.timeout:g} s; see whether its event loop stands still, or raise timeout=",
+                missing=(rank,),
+            ) from None
         finally:
             forget(sock.fileno())
 
