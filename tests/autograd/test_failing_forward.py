@@ -43,7 +43,7 @@ def test_an_error_between_two_collectives_is_one_on_all_ranks(url: str) -> None:
             try:
                 x = autograd.all_gather(comm, net(torch.ones(1, 2, dtype=torch.float64)))
                 x = agreed(comm, layer, x, step)
-                gradients.backward(autograd.reduce_scatter(comm, x).sum())
+                gradients.backward(autograd.reduce_scatter_sum(comm, x).sum())
                 seen.append("done")
             except (ValueError, RuntimeError) as error:
                 gradients.abandon(error)
