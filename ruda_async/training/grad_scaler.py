@@ -10,6 +10,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from .lanes import await_here, inner_of, refused
+from .passes import mark_known
 
 __all__ = ["ShardedGradScaler"]
 
@@ -43,6 +44,15 @@ class ShardedGradScaler(GradScaler):
 
     # Torch's `unscale_` and `step` both come here.
     def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        try:
+            return self._unscale_everywhere(optimizer, inv_scale, found_inf, allow_fp16)
+        except Exception as error:
+            mark_known(error, optimizer)  # it has failed on all ranks: nothing for `abandon` to tell
+            raise
+
+    def _unscale_everywhere(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         reduce: Any = getattr(optimizer, "reduce_gradients", None)

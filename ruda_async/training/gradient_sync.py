@@ -53,7 +53,8 @@ class GradientSync:
         compress: ``torch.bfloat16`` (or float16) sends gradients in that dtype. Sums accumulate in float32
             and are rounded once.
         overlap: False starts all buckets at the end of the pass.
-        broadcast: give all ranks rank 0's parameters and buffers first, of `groups` each group's first.
+        broadcast: give all ranks rank 0's parameters, frozen ones too, and buffers first; of `groups` each
+            group's first.
 
     Raises:
         TensorContractError: a parameter cannot take part, or the ranks' parameters or arguments differ (then
@@ -87,7 +88,7 @@ class GradientSync:
         self._alone = [m.parameter for m in members if m.comm is None]
         try:
             check_options(op, bucket_bytes, compress)
-            self._members.check_initialised(buffers=broadcast)
+            self._members.check_initialised(untrained=broadcast)
             shared = [m for m in members if m.comm is not None]
             self._buckets = make_buckets(shared, bucket_bytes, compress)
         except (ConfigError, TensorContractError) as error:
@@ -95,16 +96,21 @@ class GradientSync:
         self._of = {m.parameter: bucket for bucket in self._buckets for m in bucket.members}
         self._names = self._members.names
         facts = [f"op={op} bucket_bytes={bucket_bytes} compress={compress}"]
+        # What is broadcast beside the members: so all of a model is the same everywhere, frozen or not.
+        frozen = self._members.frozen if broadcast else []
+        buffers = self._members.buffers() if broadcast else []
         for each in self._comms:
-            mine = [m for m in members if m.comm is each]
-            told = facts + [describe(m.name, m.parameter) for m in mine]
+            told = facts + [describe(m.name, m.parameter) for m in members if m.comm is each]
+            told += [describe(f"frozen {m.name}", m.parameter) for m in frozen if m.comm is each]
+            if each is comm:
+                told += [describe(f"buffer {name}", value) for name, value in buffers]
             await_here(each, same_on_all_ranks(inner_of(each), "parameters to synchronise", told))
         self._channels = self._open_channels()
         if broadcast:
             for each in self._comms:
-                tensors: list[Tensor] = [m.parameter for m in members if m.comm is each]
-                if each is comm and isinstance(model, Module):
-                    tensors += list(model.buffers())
+                tensors: list[Tensor] = [m.parameter for m in [*members, *frozen] if m.comm is each]
+                if each is comm:
+                    tensors += [value for _, value in buffers]
                 await_here(each, broadcast_tensors(inner_of(each), tensors))
         self._syncing = True
         self._pass: Pass | None = None

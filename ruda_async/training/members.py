@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import Module, Parameter
 
 from ..errors import ConfigError, TensorContractError
@@ -36,6 +37,7 @@ class Members:
 
     Attributes:
         all: the members, in the model's order.
+        frozen: parameters that require no gradient, with the communicators that replicate them.
         names: of the same, by parameter.
     """
 
@@ -47,7 +49,9 @@ class Members:
         found = {p: name for name, p in self._named()}
         for number, p in enumerate(elsewhere):
             found.setdefault(p, f"group parameter {number}")
-        self.all = [Member(name, p, elsewhere.get(p, comm)) for p, name in found.items() if p.requires_grad]
+        everyone = [Member(name, p, elsewhere.get(p, comm)) for p, name in found.items()]
+        self.all = [m for m in everyone if m.parameter.requires_grad]
+        self.frozen = [m for m in everyone if not m.parameter.requires_grad]
         self.names = {m.parameter: m.name for m in self.all}
 
     def _named(self) -> Iterable[tuple[str, Parameter]]:
@@ -55,17 +59,20 @@ class Members:
             return self._model.named_parameters()
         return ((f"parameter {i}", p) for i, p in enumerate(self._model))
 
-    def check_initialised(self, buffers: bool) -> None:
-        """See that all members are initialised, and with `buffers` the model's buffers too.
+    def buffers(self) -> list[tuple[str, Tensor]]:
+        """The model's buffers by name, each once; none where only parameters were given."""
+        return list(self._model.named_buffers()) if isinstance(self._model, Module) else []
+
+    def check_initialised(self, untrained: bool) -> None:
+        """See that all members are initialised, and with `untrained` frozen parameters and buffers too.
 
         Raises:
             TensorContractError: one is not.
         """
-        for m in self.all:
+        for m in [*self.all, *(self.frozen if untrained else ())]:
             check_initialised(f"parameter {m.name!r}", m.parameter)
-        if buffers and isinstance(self._model, Module):
-            for name, buffer in self._model.named_buffers():
-                check_initialised(f"buffer {name!r}", buffer)
+        for name, buffer in self.buffers() if untrained else ():
+            check_initialised(f"buffer {name!r}", buffer)
 
     def check(self) -> None:
         """See that no parameter has come to the model, or been unfrozen, that would be left unsynchronised.

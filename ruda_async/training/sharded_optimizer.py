@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from .agreement import broadcast_tensors, check_initialised, describe, same_on_a
 from .checkpoint import cut_state, whole_state
 from .clipping import clip_grad_norm_
 from .lanes import all_done, await_here, inner_of, refused
+from .passes import is_known, mark_known
 from .reduced import Reduced
 from .shards import flatten
 
@@ -42,7 +44,7 @@ class ShardedOptimizer:
         params: parameters, or parameter groups as torch's optimizers take them; the same on all ranks.
         comm: a `ruda_async.sync.Communicator` or an `AsyncCommunicator` (see `off_loop`).
         divide_by: what the sum of gradients is divided by; the world size where None.
-        broadcast: give all ranks rank 0's parameters first.
+        broadcast: give all ranks rank 0's parameters first, frozen ones too.
 
     Attributes:
         optimizer: the inner optimizer, for learning-rate schedulers. Do not call its `step`.
@@ -80,7 +82,7 @@ class ShardedOptimizer:
         ]
         await_here(comm, same_on_all_ranks(inner, "parameters to optimize", facts))
         if broadcast:
-            await_here(comm, broadcast_tensors(inner, [p for p in self._parameters if p.requires_grad]))
+            await_here(comm, broadcast_tensors(inner, self._parameters))
         by_group = flatten(groups, inner.rank, inner.world_size)
         self._flats = [flat for flats in by_group for flat in flats]
         self._frozen = [i for i, p in enumerate(self._parameters) if not p.requires_grad]
@@ -116,19 +118,26 @@ class ShardedOptimizer:
         than find this out, by a message.
 
         Raises:
-            TensorContractError: a gradient is sparse, or a parameter was moved or unfrozen since this object
-                was made; here or on the rank in ``.rank``.
-            RudaError: as collectives do.
+            TensorContractError: a gradient is sparse or has another shape than its parameter, or a parameter
+                was moved or unfrozen since this object was made; here or on the rank in ``.rank``.
+            RudaError: as collectives do; also where this raised on another rank.
         """
+        with self._known_to_all():
+            self._reduce_gradients()
+
+    def _reduce_gradients(self) -> None:
         if self._reduced and not self._any_rank_has_new_gradients():
             return
-        fault = self._fault()
-        if fault is not None:
-            calls = len(self._flats) + 1
-            error = TensorContractError(fault)
-            await_here(self._comm, refused(self._inner, "ShardedOptimizer", error, calls))
-        for flat in self._flats:
-            flat.load()
+        # Until they are summed again, `abandon` has to fail as many calls on every rank.
+        self._reduced = False
+        try:
+            fault = self._fault()
+            if fault is not None:
+                raise TensorContractError(fault)
+            for flat in self._flats:
+                flat.load()
+        except Exception as error:
+            await_here(self._comm, refused(self._inner, "ShardedOptimizer", error, self._calls_left()))
         self._used.copy_(torch.tensor([p.grad is not None for p in self._parameters], dtype=torch.uint8))
         await_here(self._comm, self._reduce())
         used = self._used.tolist()
@@ -138,6 +147,40 @@ class ShardedOptimizer:
             flat.hand_out(used)
         self._reduced = True
         self._seen.note(self._parameters)
+
+    def abandon(self, error: Exception) -> None:
+        """Give this step up on all ranks: their `step` raises at once, naming this rank and `error`.
+
+        To be called with whatever was caught between two steps, as `GradientSync.abandon`: an unreadable
+        batch, an error in forward or in backward. Where `error` came out of a method of this object, the
+        other ranks know already, and it does nothing.
+
+        Raises:
+            BlockedLoopError: called on the loop of an `AsyncCommunicator`.
+        """
+        if is_known(error, self):
+            return
+        mark_known(error, self)
+        told = TensorContractError(f"this step was given up: {type(error).__name__}: {error}")
+        call = refused(self._inner, "ShardedOptimizer", told, self._calls_left())
+        with contextlib.suppress(TensorContractError):  # `told` itself
+            await_here(self._comm, call)
+
+    def _calls_left(self) -> int:
+        """How many calls the other ranks make at once when they come to `reduce_gradients`.
+
+        Only collectives change it, so it is the same on all ranks wherever each is between two of them.
+        """
+        return 1 if self._reduced else len(self._flats) + 1
+
+    @contextlib.contextmanager
+    def _known_to_all(self) -> Iterator[None]:
+        """What is raised inside has failed on all ranks, so `abandon` need not tell of it."""
+        try:
+            yield
+        except Exception as error:
+            mark_known(error, self)
+            raise
 
     def _any_rank_has_new_gradients(self) -> bool:
         """Whether backward ran since they were reduced: a step that was skipped leaves them behind."""
@@ -152,6 +195,11 @@ class ShardedOptimizer:
             if _is_sparse(p.grad):
                 remedy = "make it dense (sparse=False for embeddings)"
                 return f"the gradient of parameter {index} is sparse; {remedy}"
+            if p.grad is not None and p.grad.shape != p.shape:
+                return (
+                    f"the gradient of parameter {index} has shape {list(p.grad.shape)} and the parameter "
+                    f"{list(p.shape)}; leave .grad to backward, or give it the parameter's shape"
+                )
         for index in self._frozen:
             if self._parameters[index].grad is not None and self._parameters[index].requires_grad:
                 return (
@@ -176,29 +224,36 @@ class ShardedOptimizer:
         self, max_norm: float, *, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
         """Sum gradients and clip them by their norm over all shards; see `training.clip_grad_norm_`."""
-        self.reduce_gradients()
-        return clip_grad_norm_(
-            (),
-            max_norm,
-            self._comm,
-            sharded=self.shard_parameters(),
-            norm_type=norm_type,
-            error_if_nonfinite=error_if_nonfinite,
-        )
+        with self._known_to_all():
+            self.reduce_gradients()
+            return clip_grad_norm_(
+                (),
+                max_norm,
+                self._comm,
+                sharded=self.shard_parameters(),
+                norm_type=norm_type,
+                error_if_nonfinite=error_if_nonfinite,
+            )
 
     def step(self) -> None:
         """Reduce gradients, update this rank's shard, and gather all parameters; collective.
 
+        Where it fails before the update, parameters and state are as they were, on all ranks. Where the inner
+        optimizer raises, or the gathering fails, the other ranks' shards and state have taken the step, and
+        no rank has the others' new parameters: the next step that succeeds makes parameters the same
+        everywhere, but only a checkpoint makes up for the update that one rank lacks.
+
         Raises:
-            RudaError: as collectives do; also where the inner optimizer raised on another rank.
+            RudaError: as collectives do; also where this raised on another rank, or `abandon` was called.
         """
-        self.reduce_gradients()
-        try:
-            self.optimizer.step()
-        except Exception as error:
-            await_here(self._comm, refused(self._inner, "ShardedOptimizer", error, len(self._flats)))
-        await_here(self._comm, self._gather())
-        self._reduced = False
+        with self._known_to_all():
+            self._reduce_gradients()
+            try:
+                self.optimizer.step()
+            except Exception as error:
+                await_here(self._comm, refused(self._inner, "ShardedOptimizer", error, len(self._flats)))
+            await_here(self._comm, self._gather())
+            self._reduced = False
 
     async def _gather(self) -> None:
         inner = self._inner
@@ -206,7 +261,7 @@ class ShardedOptimizer:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, of the parameters (or make those zero) and of the shards."""
-        self._reduced = False
+        # Whether gradients are reduced stays as it is: ranks that differ in when they call this agree on it.
         for p in self._parameters:
             if set_to_none or p.grad is None:
                 p.grad = None
