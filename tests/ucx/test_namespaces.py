@@ -65,7 +65,7 @@ def test_what_the_user_says_of_transports_stays(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_containers_with_one_ipc_namespace_and_process_ids_of_their_own() -> None:
-    pytest.importorskip("ucxx")
+    pytest.importorskip("ucxx", reason="pip install 'ruda-async[ucx]'")
     isolated = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
     if shutil.which("unshare") is None or subprocess.run([*isolated, "true"], capture_output=True).returncode:
         pytest.skip("no PID namespaces here; run as root, with util-linux")
