@@ -9,9 +9,10 @@ import itertools
 import os
 import random
 import socket
+import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import ruda_async
@@ -23,6 +24,8 @@ Body = Callable[[AsyncCommunicator], Awaitable[Any]]
 SCHEMES: tuple[str, ...] = ("memory", "tcp", "shm") if hasattr(os, "memfd_create") else ("memory", "tcp")
 # Other transports, or fewer, through the same tests: RUDA_TEST_SCHEMES=ucx
 SCHEMES = tuple(os.environ.get("RUDA_TEST_SCHEMES", ",".join(SCHEMES)).split(","))
+#: Those whose ranks may be processes of their own.
+BETWEEN_PROCESSES = tuple(scheme for scheme in SCHEMES if scheme != "memory")
 
 _jobs = itertools.count()
 
@@ -136,3 +139,29 @@ async def run_programs(
                 process.kill()
     codes = [process.returncode for process in processes]
     return [(out.decode(), err.decode(), code) for (out, err), code in zip(printed, codes, strict=True)]
+
+
+@contextmanager
+def running_programs(
+    program: str, url: str, ranks: Iterable[int], *arguments: str
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """A program's text as some of the ranks, in processes, with ``url rank arguments…`` and pipes to each.
+
+    None outlives the block.
+    """
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, url, str(rank), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ranks
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()

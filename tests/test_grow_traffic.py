@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import traffic_ranks
-from support import SCHEMES, fresh_url, outcome, run_ranks
+from support import BETWEEN_PROCESSES, fresh_url, outcome, run_ranks
 
 import ruda_async
 from ruda_async import (
@@ -34,7 +34,7 @@ async def works(comm: AsyncCommunicator) -> None:
 
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
-@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "memory"])
+@pytest.mark.parametrize("scheme", BETWEEN_PROCESSES)
 def test_calls_go_on_while_the_job_grows_and_ranks_are_killed(scheme: str, seed: int) -> None:
     """All calls are right, also while a growth fails; a lost rank ends all, and the next growth works."""
     url = fresh_url(scheme)

@@ -7,9 +7,6 @@ import mmap
 import os
 import signal
 import socket
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -21,7 +18,7 @@ from hypothesis import strategies as st
 from rank_threads import in_threads
 from ruda_shm.regions import _NOTE, _Peer
 from ruda_shm.spare import Spare
-from support import SCHEMES, fresh_url, run_ranks
+from support import SCHEMES, fresh_url, run_ranks, running_programs
 
 import ruda_async
 from ruda_async import AsyncCommunicator, ConfigError, sync
@@ -206,32 +203,12 @@ with ruda_async.sync.connect(url, rank=rank, world_size=world, timeout=60) as co
 """
 
 
-def start_ranks(script: str, url: str, world: int) -> list[subprocess.Popen[str]]:
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(script), url, str(rank), str(world)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-
-
-def end_ranks(ranks: list[subprocess.Popen[str]]) -> None:
-    for rank in ranks:
-        rank.kill()
-        rank.communicate()
-
-
 @pytest.mark.parametrize("heartbeat", ["", "?heartbeat=0.4"], ids=["none-due", "several-due"])
 @pytest.mark.parametrize("program", [WAITING, WAITING_IN_BLOCKING_CALLS], ids=["awaited", "blocking"])
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])
 def test_waiting_costs_nothing_and_says_nothing(scheme: str, program: str, heartbeat: str) -> None:
     """One rank in a call, the other between two: neither is taken for lost."""
-    ranks = start_ranks(program, fresh_url(scheme) + heartbeat, 2)
-    try:
+    with running_programs(program, fresh_url(scheme) + heartbeat, range(2), "2") as ranks:
         for rank in ranks:
             assert rank.stdout is not None
             assert rank.stdout.readline() == "ready\n"
@@ -241,11 +218,9 @@ def test_waiting_costs_nothing_and_says_nothing(scheme: str, program: str, heart
         ranks[0].stdin.flush()
         out, err = ranks[1].communicate(timeout=20)
         assert out.startswith("used")
-        assert float(out.split()[1]) < 0.03
+        assert float(out.split()[1]) < 0.15  # a tenth of the time: spinning takes all of it
         assert err == ""
         assert ranks[1].returncode == 0
-    finally:
-        end_ranks(ranks)
 
 
 def shared_files(pid: int | str) -> set[str]:
@@ -260,8 +235,7 @@ def shared_files(pid: int | str) -> set[str]:
 def test_nothing_stays_behind_after_kill() -> None:
     """By construction: the memory has no name, so it goes with the last process that maps it."""
     before = set(os.listdir("/dev/shm"))
-    ranks = start_ranks(WAITING, fresh_url("shm"), 4)
-    try:
+    with running_programs(WAITING, fresh_url("shm"), range(4), "4") as ranks:
         for rank in ranks:
             assert rank.stdout is not None
             assert rank.stdout.readline() == "ready\n"
@@ -275,8 +249,6 @@ def test_nothing_stays_behind_after_kill() -> None:
         assert set(os.listdir("/dev/shm")) <= before
         everybody = [name for name in os.listdir("/proc") if name.isdigit()]
         assert not any(files & shared_files(pid) for pid in everybody)
-    finally:
-        end_ranks(ranks)
 
 
 BUSY = """
@@ -306,8 +278,7 @@ asyncio.run(main())
 
 
 def test_a_rank_is_killed_while_others_read_its_memory() -> None:
-    ranks = start_ranks(BUSY, fresh_url("shm"), 4)
-    try:
+    with running_programs(BUSY, fresh_url("shm"), range(4), "4") as ranks:
         for rank in ranks:
             assert rank.stdout is not None
             assert rank.stdout.readline() == "busy\n"
@@ -315,8 +286,6 @@ def test_a_rank_is_killed_while_others_read_its_memory() -> None:
         for rank in (ranks[0], ranks[1], ranks[3]):
             out, _ = rank.communicate(timeout=20)
             assert out == "lost 2\n3.0\n"
-    finally:
-        end_ranks(ranks)
 
 
 def test_any_thread_makes_memory() -> None:

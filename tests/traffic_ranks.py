@@ -1,6 +1,7 @@
 """A rank whose channels are busy while its job grows, loses a rank, shrinks and grows again.
 
-Run by ``test_grow``: ``traffic_ranks.py URL RANK WORLD ROUNDS SEED``, with ``join`` for a newcomer's rank.
+Run by ``test_grow_traffic``: ``traffic_ranks.py URL RANK WORLD ROUNDS SEED``, with ``join``
+for a newcomer's rank.
 Each round takes in one newcomer, and then one rank dies in the midst of its calls; nobody does in the last.
 Prints how many calls were right, or ends with an error.
 """

@@ -10,7 +10,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from .lanes import await_here, inner_of, refused
-from .passes import mark_known
+from .passes import known_to_all
 
 __all__ = ["ShardedGradScaler"]
 
@@ -46,25 +46,17 @@ class ShardedGradScaler(GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        try:
-            return self._unscale_everywhere(optimizer, inv_scale, found_inf, allow_fp16)
-        except Exception as error:
-            mark_known(error, optimizer)  # it has failed on all ranks: nothing for `abandon` to tell
-            raise
-
-    def _unscale_everywhere(
-        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> dict[torch.device, Tensor]:
-        reduce: Any = getattr(optimizer, "reduce_gradients", None)
-        if reduce is not None:
-            reduce()
-        try:
-            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        except Exception as error:
-            await_here(self._comm, refused(self._inner, "ShardedGradScaler", error))
-        found = found or {found_inf.device: found_inf}  # no gradient is here
-        vote = torch.tensor([any(flag.item() for flag in found.values())], dtype=torch.uint8)
-        await_here(self._comm, self._inner.all_reduce(vote, "max", out=vote))
-        for flag in found.values():
-            flag.fill_(vote.item())
-        return found
+        with known_to_all(optimizer):
+            reduce: Any = getattr(optimizer, "reduce_gradients", None)
+            if reduce is not None:
+                reduce()
+            try:
+                found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+            except Exception as error:
+                await_here(self._comm, refused(self._inner, "ShardedGradScaler", error))
+            found = found or {found_inf.device: found_inf}  # no gradient is here
+            vote = torch.tensor([any(flag.item() for flag in found.values())], dtype=torch.uint8)
+            await_here(self._comm, self._inner.all_reduce(vote, "max", out=vote))
+            for flag in found.values():
+                flag.fill_(vote.item())
+            return found

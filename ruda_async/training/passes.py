@@ -7,8 +7,9 @@ at once.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.nn import Parameter
 from .buckets import Bucket
 from .timeline import BucketTimes
 
-__all__ = ["Pass", "Weakly", "is_known", "mark_known"]
+__all__ = ["Pass", "Weakly", "is_known", "known_to_all", "mark_known"]
 
 
 class _Callback:
@@ -126,6 +127,16 @@ _MARK = "_ruda_known_to"
 def mark_known(error: BaseException, owner: object) -> None:
     """Note that the ranks of `owner` all know of `error`: built-in exceptions take no weak references."""
     vars(error).setdefault(_MARK, set()).add(id(owner))
+
+
+@contextlib.contextmanager
+def known_to_all(owner: object) -> Iterator[None]:
+    """What is raised inside has failed on all ranks of `owner`, so its `abandon` need not tell of it."""
+    try:
+        yield
+    except Exception as error:
+        mark_known(error, owner)
+        raise
 
 
 def is_known(error: BaseException, owner: object) -> bool:

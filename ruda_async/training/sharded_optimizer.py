@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from .agreement import broadcast_tensors, check_initialised, describe, same_on_a
 from .checkpoint import cut_state, whole_state
 from .clipping import clip_grad_norm_
 from .lanes import all_done, await_here, inner_of, refused
-from .passes import is_known, mark_known
+from .passes import is_known, known_to_all, mark_known
 from .reduced import Reduced
 from .shards import flatten
 
@@ -122,7 +122,7 @@ class ShardedOptimizer:
                 was moved or unfrozen since this object was made; here or on the rank in ``.rank``.
             RudaError: as collectives do; also where this raised on another rank.
         """
-        with self._known_to_all():
+        with known_to_all(self):
             self._reduce_gradients()
 
     def _reduce_gradients(self) -> None:
@@ -173,15 +173,6 @@ class ShardedOptimizer:
         """
         return 1 if self._reduced else len(self._flats) + 1
 
-    @contextlib.contextmanager
-    def _known_to_all(self) -> Iterator[None]:
-        """What is raised inside has failed on all ranks, so `abandon` need not tell of it."""
-        try:
-            yield
-        except Exception as error:
-            mark_known(error, self)
-            raise
-
     def _any_rank_has_new_gradients(self) -> bool:
         """Whether backward ran since they were reduced: a step that was skipped leaves them behind."""
         ours = any(p.grad is not None and not self._seen.has(p) for p in self._parameters)
@@ -224,8 +215,8 @@ class ShardedOptimizer:
         self, max_norm: float, *, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
         """Sum gradients and clip them by their norm over all shards; see `training.clip_grad_norm_`."""
-        with self._known_to_all():
-            self.reduce_gradients()
+        with known_to_all(self):
+            self._reduce_gradients()
             return clip_grad_norm_(
                 (),
                 max_norm,
@@ -246,7 +237,7 @@ class ShardedOptimizer:
         Raises:
             RudaError: as collectives do; also where this raised on another rank, or `abandon` was called.
         """
-        with self._known_to_all():
+        with known_to_all(self):
             self._reduce_gradients()
             try:
                 self.optimizer.step()

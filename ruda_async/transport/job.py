@@ -166,3 +166,15 @@ class Job:
                 f"timeout={self.timeout:g} s; start the ranks closer together or raise timeout="
             )
         return left
+
+    def silent(self, rank: int, silence: str) -> CollectiveTimeoutError:
+        """The error that says that one rank linked up and kept this one waiting until the deadline.
+
+        Args:
+            silence: what it did not do, such as "did not share memory".
+        """
+        return CollectiveTimeoutError(
+            f"rank {self.rank} of {self.world_size}: rank {rank} linked up and {silence} within "
+            f"timeout={self.timeout:g} s; see whether its event loop stands still, or raise timeout=",
+            missing=(rank,),
+        )

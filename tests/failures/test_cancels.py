@@ -8,7 +8,7 @@ from ast import literal_eval
 from pathlib import Path
 
 import pytest
-from support import SCHEMES, fresh_url
+from support import BETWEEN_PROCESSES, fresh_url
 
 #: How calls that were given up, here or elsewhere, end.
 WAYS = {"right", "TimeoutError", "CancelledError", "CollectiveCancelledError", "CollectiveTimeoutError"}
@@ -18,7 +18,7 @@ PROGRAM = str(Path(__file__).parents[1] / "cancel_ranks.py")
 @pytest.mark.long
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "memory"])
+@pytest.mark.parametrize("scheme", BETWEEN_PROCESSES)
 def test_large_calls_that_are_given_up(scheme: str, seed: int) -> None:
     """Every way of giving up was seen, and the calls after and beside it were right."""
     url, world = fresh_url(scheme), 3

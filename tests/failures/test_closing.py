@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import subprocess
-import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
@@ -13,12 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import SCHEMES, fresh_url, outcome
+from support import BETWEEN_PROCESSES, fresh_url, outcome, running_programs
 
 import ruda_async
 from ruda_async import AsyncCommunicator, CollectiveTimeoutError, CommunicatorClosedError, sync
-
-BETWEEN_PROCESSES = [scheme for scheme in SCHEMES if scheme != "memory"]
 
 PEER = """
 import sys
@@ -33,20 +29,14 @@ with ruda_async.sync.connect(sys.argv[1], rank=1, world_size=2, timeout=60) as c
 @contextmanager
 def beside_one_that_stands_still(url: str) -> Iterator[Callable[[], None]]:
     """Rank 1, a process, that stands still once the function that is given is called."""
-    peer = subprocess.Popen(
-        [sys.executable, "-c", PEER, url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    with running_programs(PEER, url, [1]) as (peer,):
 
-    def stop() -> None:
-        assert peer.stdout is not None
-        assert peer.stdout.readline() == "ready\n"
-        peer.send_signal(signal.SIGSTOP)
+        def stop() -> None:
+            assert peer.stdout is not None
+            assert peer.stdout.readline() == "ready\n"
+            peer.send_signal(signal.SIGSTOP)
 
-    try:
         yield stop
-    finally:
-        peer.kill()
-        peer.communicate()
 
 
 async def in_the_end(comm: AsyncCommunicator) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 
 import pytest
-from support import SCHEMES, fresh_url
+from support import BETWEEN_PROCESSES, fresh_url, running_programs
 
 RANK = """
 import asyncio, os, signal, sys
@@ -42,19 +41,10 @@ asyncio.run(main())
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(sys.platform != "linux", reason="waits for a stopped child")
 @pytest.mark.parametrize("doing", ["idle", "busy"])
-@pytest.mark.parametrize("scheme", [*(s for s in SCHEMES if s != "memory"), "auto"])
+@pytest.mark.parametrize("scheme", [*BETWEEN_PROCESSES, "auto"])
 def test_it_says_that_it_was_dropped(scheme: str, doing: str) -> None:
     url = fresh_url(scheme)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, url, str(rank), doing],
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(3)
-    ]
-    try:
+    with running_programs(RANK, url, range(3), doing) as ranks:
         os.waitid(os.P_PID, ranks[2].pid, os.WSTOPPED)
         for rank in ranks[:2]:
             error, world_size = rank.communicate(timeout=60)[0].splitlines()
@@ -65,7 +55,3 @@ def test_it_says_that_it_was_dropped(scheme: str, doing: str) -> None:
         assert "after this rank stood still for" in error
         assert "silent for 0.6 s (heartbeat=0.4), so they have likely gone on without this one" in error
         assert world_size == "1"
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()

@@ -9,11 +9,9 @@ import tracemalloc
 import numpy as np
 import pytest
 from failure_support import rank_processes
-from support import SCHEMES, fresh_url, outcome, run_ranks
+from support import BETWEEN_PROCESSES, SCHEMES, fresh_url, outcome, run_ranks
 
 from ruda_async import AsyncCommunicator, CollectiveTimeoutError
-
-BETWEEN_PROCESSES = [scheme for scheme in SCHEMES if scheme != "memory"]
 
 #: Leaves this process so many file descriptors more than it has open.
 SCARCE = """

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from time import monotonic
 
 import numpy as np
 import pytest
-from support import SCHEMES, fresh_url, outcome
+from support import BETWEEN_PROCESSES, fresh_url, outcome, running_programs
 
 import ruda_async
 from ruda_async import PeerLostError
@@ -24,17 +22,11 @@ with ruda_async.sync.connect(sys.argv[1], rank=int(sys.argv[2]), world_size=3, t
 """
 
 
-def start(url: str, rank: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", PEER, url, str(rank)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "memory"])
+@pytest.mark.parametrize("scheme", BETWEEN_PROCESSES)
 async def test_its_first_call_fails_at_once(scheme: str) -> None:
     """With the lost rank's number in the group, whatever the deadline."""
     url = fresh_url(scheme)
-    peers = [start(url, rank) for rank in (1, 2)]
-    try:
+    with running_programs(PEER, url, (1, 2)) as peers:
         async with ruda_async.connect(url, rank=0, world_size=3, timeout=300) as comm:
             group = await comm.split(0, key=-comm.rank)
             assert group is not None
@@ -60,7 +52,3 @@ async def test_its_first_call_fails_at_once(scheme: str) -> None:
             with pytest.raises(PeerLostError) as caught:
                 await group.barrier()
             assert caught.value.rank == 0
-    finally:
-        for peer in peers:
-            peer.kill()
-            peer.communicate()

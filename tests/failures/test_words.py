@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
-from support import SCHEMES, fresh_url
+from support import BETWEEN_PROCESSES, fresh_url, running_programs
 
 RANK = """
 import asyncio, os, signal, sys
@@ -39,13 +38,10 @@ asyncio.run(main())
 
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(sys.platform != "linux", reason="waits for a stopped child")
-@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "memory"])
+@pytest.mark.parametrize("scheme", BETWEEN_PROCESSES)
 def test_a_dead_rank_is_reported_alike_whether_it_left_bytes_unread(scheme: str) -> None:
     url = fresh_url(scheme)
-    command = [sys.executable, "-c", RANK, url]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    ranks = [subprocess.Popen([*command, str(rank)], text=True, **pipes) for rank in range(3)]  # type: ignore[call-overload]
-    try:
+    with running_programs(RANK, url, range(3)) as ranks:
         os.waitid(os.P_PID, ranks[2].pid, os.WSTOPPED)
         ranks[0].stdin.write("\n")
         ranks[0].stdin.flush()
@@ -54,10 +50,6 @@ def test_a_dead_rank_is_reported_alike_whether_it_left_bytes_unread(scheme: str)
         said = [line for rank in ranks[:2] for line in rank.communicate("\n", 60)[0].splitlines()]
         reason = "rank 2 is lost: its connection ended without a goodbye; shrink() goes on without it"
         assert said == [reason] * 4  # of `recv` and of `barrier`, on both ranks
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
 
 
 SPLIT = """
@@ -85,17 +77,11 @@ asyncio.run(main())
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "memory"])
+@pytest.mark.parametrize("scheme", BETWEEN_PROCESSES)
 def test_a_group_numbers_its_lost_rank_as_its_calls_do(scheme: str) -> None:
     """Rank 3 of the job is rank 0 of the group; there is no rank 3 of 2."""
     url = fresh_url(scheme)
-    command = [sys.executable, "-c", SPLIT, url]
-    ranks = [subprocess.Popen([*command, str(rank)], text=True, stdout=subprocess.PIPE) for rank in range(4)]
-    try:
+    with running_programs(SPLIT, url, range(4)) as ranks:
         said = ranks[1].communicate(timeout=60)[0].splitlines()
         reason = "0 rank 0 (3 of the job) is lost: its connection ended without a goodbye; shrink() goes on "
         assert said == [reason + "without it"] * 4
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()

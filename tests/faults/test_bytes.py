@@ -11,11 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ruda_faults import FaultParameters
 from ruda_faults.stream import FaultyStream
-from support import SCHEMES, fresh_url, outcome, run_ranks
+from support import BETWEEN_PROCESSES, fresh_url, outcome, run_ranks
 
 from ruda_async import AsyncCommunicator, PeerLostError
-
-STREAMS = [scheme for scheme in SCHEMES if scheme != "memory"]
 
 
 class Recorder:
@@ -127,7 +125,7 @@ async def until_lost(comm: AsyncCommunicator) -> PeerLostError:
             return found
 
 
-@pytest.mark.parametrize("scheme", STREAMS)
+@pytest.mark.parametrize("scheme", BETWEEN_PROCESSES)
 @pytest.mark.parametrize("query", ["drop_after=100", "drop_after=90000", "silence_after=90000&heartbeat=0.3"])
 async def test_a_lost_link_is_noticed_on_both_sides_and_survived(scheme: str, query: str) -> None:
     async def body(comm: AsyncCommunicator) -> str:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support import SCHEMES, fresh_url
+from support import BETWEEN_PROCESSES, SCHEMES, fresh_url
 
 from ruda_async.errors import CommunicatorClosedError, PeerLostError
 from ruda_async.transport.conformance import SCENARIOS, run_scenario
-
-STREAMS = [scheme for scheme in SCHEMES if scheme != "memory"]
 
 
 @pytest.mark.parametrize("name", sorted(SCENARIOS))
@@ -27,12 +25,12 @@ def test_slow_and_on_one_rank_alone(scheme: str, name: str) -> None:
     run_scenario(name, f"faults+{fresh_url(scheme)}?bandwidth=200M&only_rank=1", ranks="threads")
 
 
-@pytest.mark.parametrize("scheme", STREAMS)
+@pytest.mark.parametrize("scheme", BETWEEN_PROCESSES)
 def test_between_processes(scheme: str) -> None:
     run_scenario("sizes", f"faults+{fresh_url(scheme)}?jitter_ms=2&duplicate=true", ranks="processes")
 
 
-@pytest.mark.parametrize("scheme", STREAMS)
+@pytest.mark.parametrize("scheme", BETWEEN_PROCESSES)
 @pytest.mark.parametrize("name", sorted(SCENARIOS))
 def test_checksums_change_nothing(scheme: str, name: str) -> None:
     run_scenario(name, f"{fresh_url(scheme)}?checksum=true")
@@ -55,7 +53,7 @@ def end_of(name: str, url: str) -> list[BaseException]:
     return []
 
 
-@pytest.mark.parametrize("scheme", STREAMS)
+@pytest.mark.parametrize("scheme", BETWEEN_PROCESSES)
 @pytest.mark.parametrize("name", ["sizes", "order_within_a_tag", "reversed_tags", "everyone_to_everyone"])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_damaged_bytes_end_in_an_error_and_never_in_wrong_data(scheme: str, name: str, seed: int) -> None:

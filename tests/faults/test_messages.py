@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 from failure_support import rank_processes
-from support import SCHEMES, fresh_url, outcome, run_ranks
+from support import BETWEEN_PROCESSES, SCHEMES, fresh_url, outcome, run_ranks
 
 from ruda_async import AsyncCommunicator, CollectiveTimeoutError, CommunicatorClosedError, PeerLostError
 
@@ -162,7 +162,7 @@ async def test_a_rank_that_is_a_task_dies_by_dropping_its_links() -> None:
     ]
 
 
-@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "memory"])
+@pytest.mark.parametrize("scheme", BETWEEN_PROCESSES)
 def test_a_rank_that_is_a_process_is_killed(scheme: str) -> None:
     with rank_processes(faulty(scheme, "kill_after=60&only_rank=2"), 4) as ranks:
         for number in (0, 1, 3):

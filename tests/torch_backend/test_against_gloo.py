@@ -11,11 +11,10 @@ pytest.importorskip("torch", reason="needs torch: pip install 'ruda-async[torch]
 
 import torch_checks
 import torch_training_checks
-from support import SCHEMES, fresh_url
+from support import BETWEEN_PROCESSES, fresh_url
 
 import ruda_async
 
-PROCESS_SCHEMES = [scheme for scheme in SCHEMES if scheme != "memory"]
 #: One job for each transport: its processes run all checks, since starting them takes longest.
 _results: dict[Any, list[dict[str, str]]] = {}
 
@@ -37,7 +36,7 @@ def _expect_none(scheme: str, name: str, checks: Any, world_size: int) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", list(torch_checks.CHECKS))
-@pytest.mark.parametrize("scheme", PROCESS_SCHEMES)
+@pytest.mark.parametrize("scheme", BETWEEN_PROCESSES)
 def test_calls(scheme: str, name: str) -> None:
     _expect_none(scheme, name, torch_checks.CHECKS, 3)
 
@@ -45,6 +44,6 @@ def test_calls(scheme: str, name: str) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", list(torch_training_checks.CHECKS))
-@pytest.mark.parametrize("scheme", PROCESS_SCHEMES)
+@pytest.mark.parametrize("scheme", BETWEEN_PROCESSES)
 def test_training(scheme: str, name: str) -> None:
     _expect_none(scheme, name, torch_training_checks.CHECKS, 4)

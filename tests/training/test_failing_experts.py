@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from rank_threads import in_threads
-from support import SCHEMES, fresh_url, run_programs, run_ranks
+from support import BETWEEN_PROCESSES, fresh_url, run_programs, run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -209,10 +209,9 @@ PROCESS = textwrap.dedent(
 
 @pytest.mark.timeout(90)
 async def test_in_processes() -> None:
-    scheme = next((scheme for scheme in SCHEMES if scheme != "memory"), None)
-    if scheme is None:
+    if not BETWEEN_PROCESSES:
         pytest.skip("no transport between processes")
-    outputs = await run_programs(PROCESS, fresh_url(scheme), 2, 80)
+    outputs = await run_programs(PROCESS, fresh_url(BETWEEN_PROCESSES[0]), 2, 80)
     printed = [out.splitlines() for out, _, _ in outputs]
     errors = ["TensorContractError", "FloatingPointError"]
     assert printed == [[f"{error} True True", "trained"] for error in errors], outputs

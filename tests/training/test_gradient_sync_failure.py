@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from rank_threads import in_threads
-from support import SCHEMES, fresh_url, run_programs, run_ranks
+from support import BETWEEN_PROCESSES, fresh_url, run_programs, run_ranks
 from torch import Tensor, nn
 
 from ruda_async import (
@@ -327,14 +327,14 @@ DYING = textwrap.dedent(
 )
 
 
-PROCESS_SCHEMES = [scheme for scheme in SCHEMES if scheme != "memory"]
-
-
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(
     "scheme",
     # The first one alone where time is short: how a death is noticed is tested without torch.
-    [pytest.param(s, marks=[pytest.mark.long] if number else []) for number, s in enumerate(PROCESS_SCHEMES)],
+    [
+        pytest.param(s, marks=[pytest.mark.long] if number else [])
+        for number, s in enumerate(BETWEEN_PROCESSES)
+    ],
 )
 async def test_a_process_that_dies_in_backward(scheme: str) -> None:
     outputs = await run_programs(DYING, fresh_url(scheme), 3, 140)

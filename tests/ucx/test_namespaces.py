@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 
 import pytest
 from ruda_ucx import UcxParameters
 from ruda_ucx.namespaces import NAMESPACES_BYTES, divided, memory_unasked, namespaces, without_memory
+from support import fresh_url
 
 
 def place(ipc: str, pid: str, network: str) -> bytes:
@@ -72,8 +72,7 @@ def test_containers_with_one_ipc_namespace_and_process_ids_of_their_own() -> Non
     # Another number of processes before each: a peer's process ID is nobody's here.
     shell = 'for i in $(seq $1); do /bin/true; done; "$2" -c "$3" "$4" "$5"; exit $?'
     environment = os.environ | {"RUDA_SECRET": "a secret of the tests alone", "OMP_NUM_THREADS": "1"}
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        url = f"ucx://127.0.0.1:{free.getsockname()[1]}/containers"
+    url = fresh_url("ucx")
     ranks = [
         subprocess.Popen(
             [*isolated, "sh", "-c", shell, "sh", str(40 * rank), sys.executable, RANK, url, str(rank)],

@@ -12,7 +12,6 @@ import msgpack
 from ruda_async.transport import (
     Buffer,
     Capabilities,
-    CollectiveTimeoutError,
     Envelope,
     Job,
     ProtocolError,
@@ -87,11 +86,7 @@ class AutoTransport:
                     silent = peer
                     await sending
         except TimeoutError:
-            raise CollectiveTimeoutError(
-                f"rank {job.rank} of {job.world_size}: rank {silent} linked up and then said nothing within "
-                f"timeout={job.timeout:g} s; see whether its event loop stands still, or raise timeout=",
-                missing=(silent,),
-            ) from None
+            raise job.silent(silent, "then said nothing") from None
         self.capabilities = replace(merged(all_told), hosts=self._plan.hosts)
 
     # ------------------------------------------------------------------ messages

@@ -242,11 +242,7 @@ async def _ready(
             async with asyncio.timeout(job.deadline - monotonic()):
                 await able
         except TimeoutError:
-            raise CollectiveTimeoutError(
-                f"rank {job.rank} of {job.world_size}: rank {rank} linked up and did not share memory within "
-                f"timeout={job.timeout:g} s; see whether its event loop stands still, or raise timeout=",
-                missing=(rank,),
-            ) from None
+            raise job.silent(rank, "did not share memory") from None
         finally:
             forget(sock.fileno())
 

@@ -146,11 +146,7 @@ async def _store(transport: Transport, job: Job) -> tuple[Any, Callable[[timedel
             async with asyncio.timeout(job.remaining()):
                 await transport.recv_into(0, _TAG, (memoryview(room),), b"store")
         except TimeoutError:
-            raise CollectiveTimeoutError(
-                f"rank {job.rank} of {job.world_size}: rank 0 linked up and did not say where its store is "
-                f"within timeout={job.timeout:g} s; see whether it hangs, or raise timeout=",
-                missing=(0,),
-            ) from None
+            raise job.silent(0, "did not say where its store is") from None
         if not room.isascii() or not room[32:].isdigit() or int(room[32:]) > 65535:
             raise ProtocolError("rank 0 sent no address of its store", rank=0)
         session, port = room[:32].decode(), int(room[32:])

@@ -139,7 +139,11 @@ async def join(job: Job) -> Transport:
     context = await in_thread(partial(open_context, api, parameters))
     accelerator = find_accelerator(bool(context.cuda_support))
     spin = Spin.of(parameters.spin, job.world_size)
-    engine = Engine(api, context, parameters.progress, spin, parameters.error_handling)
+
+    def drive(context: Any) -> Engine:
+        return Engine(api, context, parameters.progress, spin, parameters.error_handling)
+
+    engine = drive(context)
     facts["cuda"] = accelerator.native
     transport = UcxTransport(job, engine, _capabilities(parameters, accelerator.native), facts)
     try:
@@ -161,7 +165,7 @@ async def join(job: Job) -> Transport:
             try:
                 if memory_unasked(parameters):
                     context = await in_thread(partial(open_context, api, without_memory(parameters)))
-                    engine = Engine(api, context, parameters.progress, spin, parameters.error_handling)
+                    engine = drive(context)
                     if listening is not None:
                         listening.close()
                     transport.drive_instead(engine)
