@@ -416,8 +416,12 @@ FACTS = """
             import socket
             sock = socket.socket(fileno=int(os.environ["RUDA_LISTEN_FD"]))
             print(sock.getsockname()[1], sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN), file=file)
-    print(*(open(f"/proc/{pid}/cmdline").read() for pid in os.listdir("/proc") if pid.isdigit()
-            and os.access(f"/proc/{pid}/cmdline", os.R_OK) and os.path.exists(f"/proc/{pid}/exe")))
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            print(open(f"/proc/{pid}/cmdline").read(), end=" ")
+        except OSError:  # gone, or not ours to see
+            pass
+    print()
 """
 
 

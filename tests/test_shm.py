@@ -223,32 +223,30 @@ def test_waiting_costs_nothing_and_says_nothing(scheme: str, program: str, heart
         assert ranks[1].returncode == 0
 
 
-def shared_files(pid: int | str) -> set[str]:
-    """The inodes of this library's memory files that a process maps."""
+def mapped(pid: int | str, name: str) -> set[str]:
+    """The inodes of the files whose names have `name` in them that a process maps."""
     try:
         maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
     except OSError:  # gone, or not ours to see
         return set()
-    return {line.split()[4] for line in maps if "memfd:ruda-async" in line}
+    return {line.split()[4] for line in maps if name in line}
 
 
 def test_nothing_stays_behind_after_kill() -> None:
     """By construction: the memory has no name, so it goes with the last process that maps it."""
-    before = set(os.listdir("/dev/shm"))
     with running_programs(WAITING, fresh_url("shm"), range(4), "4") as ranks:
         for rank in ranks:
             assert rank.stdout is not None
             assert rank.stdout.readline() == "ready\n"
-        assert set(os.listdir("/dev/shm")) <= before
-        files = set().union(*(shared_files(rank.pid) for rank in ranks))
+        assert not any(mapped(rank.pid, "/dev/shm/") for rank in ranks)
+        files = set().union(*(mapped(rank.pid, "memfd:ruda-async") for rank in ranks))
         assert len(files) >= 6  # six pairs of rings
         for rank in ranks:
             rank.send_signal(signal.SIGKILL)
         for rank in ranks:
             rank.wait(10)
-        assert set(os.listdir("/dev/shm")) <= before
         everybody = [name for name in os.listdir("/proc") if name.isdigit()]
-        assert not any(files & shared_files(pid) for pid in everybody)
+        assert not any(files & mapped(pid, "memfd:ruda-async") for pid in everybody)
 
 
 BUSY = """
