@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from failure_support import rank_processes
-from support import fresh_url, outcome, run_ranks
+from support import fresh_url, outcome, run_ranks, running_programs
 from ucx_support import run_transports
 
 from ruda_async import (
@@ -105,6 +105,39 @@ def test_killed_rank_is_noticed_at_once(query: str) -> None:
             assert ranks[number].words() == ["shrunk", str(rank), "3", "3.0"]
             assert ranks[number].words() == ["closed"]
             assert ranks[number].leave() == 0
+
+
+FIRST_MESSAGE = """
+import asyncio, sys
+import numpy as np
+import ruda_async
+
+async def main():
+    async with ruda_async.connect(sys.argv[1], rank=int(sys.argv[2]), world_size=2, timeout=30) as comm:
+        print("connected", flush=True)
+        if comm.rank:
+            await comm.recv(0)
+        sys.stdin.readline()  # the loop stands still
+        try:
+            await comm.send(np.ones(500), 1)
+            await comm.recv(1)
+        except ruda_async.PeerLostError as error:
+            print("lost", error.rank, flush=True)
+
+asyncio.run(main())
+"""
+
+
+def test_the_first_long_message_goes_to_a_rank_that_is_dead() -> None:
+    """UCX writes it into the peer's memory, which cannot be mapped any more unless that was done before."""
+    with running_programs(FIRST_MESSAGE, fresh_url("ucx"), range(2)) as ranks:
+        for rank in ranks:
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == "connected\n"
+        ranks[1].kill()
+        ranks[1].wait()
+        said, _ = ranks[0].communicate("go\n", timeout=30)
+        assert said == "lost 1\n"  # and nothing of UCX's
 
 
 @pytest.mark.parametrize("delay", [0.16, 0.22, 0.25, 0.31])

@@ -8,7 +8,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ruda_async.transport import DONE, Buffer, ProtocolError, Terms, fail_future, gather_bytes, wire
+from ruda_async.transport import (
+    DONE,
+    MAX_HEAD,
+    Buffer,
+    ProtocolError,
+    Terms,
+    fail_future,
+    gather_bytes,
+    wire,
+)
 
 from .memory import Accelerator, on_device, piece
 from .waiting import Pending
@@ -274,6 +283,14 @@ class Outgoing:
         return self._idle
 
     # ------------------------------------------------------------------ ending
+
+    def greet(self) -> None:
+        """Be the first to say something.
+
+        So long a message is the first that UCX writes into memory of the peer's, which has to be mapped: that
+        is to happen while the peer lives, or UCX fails to, and says so on standard output.
+        """
+        self.control(wire.encode(wire.PING, head=bytes(MAX_HEAD)))
 
     def ping(self) -> None:
         """Show that this end lives, unless what was sent lately did."""

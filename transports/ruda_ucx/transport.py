@@ -226,6 +226,6 @@ class UcxTransport:
             PeerLostError, ProtocolError: a rank died meanwhile, or speaks otherwise.
         """
         for link in self._links.values():
-            link.outgoing.ping()
+            link.outgoing.greet()
         for link in self._links.values():
             await link.met
