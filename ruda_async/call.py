@@ -192,6 +192,12 @@ class Operation:
             raise ProtocolError(
                 f"{self}: rank {peer} offers memory that it does not have", rank=peer
             ) from None
+        except OSError as error:
+            raise RudaError(
+                f"{self}: no room here to map shared memory of rank {peer} ({error.strerror or error}); "
+                "raise this rank's limits on open files and address space (ulimit -n, ulimit -v); "
+                "algorithm=pairwise does without"
+            ) from error
 
     def signal(self, peer: int) -> None:
         """Tell `peer` that something was written; see `collectives.operation.Link`."""

@@ -53,6 +53,7 @@ class Regions(Protocol):
         Raises:
             RegionDestroyed: it had such a region, and has destroyed it.
             LookupError: it never had a region of this number.
+            OSError: it has, and this rank had no room to map it: no file descriptor, or no address space.
         """
         ...
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 import struct
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
 
 from ruda_async.transport import DONE, NO_GOODBYE, PeerLostError, RegionDestroyed, fail_future
@@ -32,7 +33,7 @@ _MOST = 1 << 46
 class _Peer:
     """What this rank has of one other: its regions, and waits for what it writes."""
 
-    __slots__ = ("last", "maps", "rank", "sock", "spare", "stream", "unsent", "waits")
+    __slots__ = ("last", "maps", "rank", "sock", "spare", "stream", "unmapped", "unsent", "waits")
 
     def __init__(self, rank: int, stream: RingStream, sock: socket.socket, spare: Spare) -> None:
         self.spare = spare
@@ -40,6 +41,8 @@ class _Peer:
         self.stream = stream
         self.sock = sock
         self.maps: dict[int, memoryview] = {}
+        #: Regions that are there, and that this rank had no room for: the ``errno``.
+        self.unmapped: dict[int, int] = {}
         #: The highest number that the peer has given a region.
         self.last = 0
         self.waits: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
@@ -54,7 +57,7 @@ class _Peer:
 
     def _receive_one(self) -> bool:
         try:
-            data, descriptors, _, _ = socket.recv_fds(self.sock, _NOTE.size, 1)
+            data, descriptors, flags, _ = socket.recv_fds(self.sock, _NOTE.size, 1)
         except (
             ConnectionResetError
         ):  # said once, where it died with words of ours unread; its own come after that
@@ -67,13 +70,23 @@ class _Peer:
             number, nbytes = _NOTE.unpack(data)
             if not nbytes:
                 self.maps.pop(number, None)
+                self.unmapped.pop(number, None)
+            elif flags & socket.MSG_CTRUNC and not descriptors:  # this process can open no more
+                self._miss(number, errno.EMFILE)
             elif len(descriptors) == 1 and os.fstat(descriptors[0]).st_size == nbytes <= _MOST:
-                self.maps[number] = map_shared(descriptors[0], nbytes)
-                self.last = max(self.last, number)
+                try:
+                    self.maps[number] = map_shared(descriptors[0], nbytes)
+                    self.last = max(self.last, number)
+                except OSError as error:
+                    self._miss(number, error.errno or errno.ENOMEM)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
         return True
+
+    def _miss(self, number: int, reason: int) -> None:
+        self.unmapped[number] = reason
+        self.last = max(self.last, number)
 
     def wake(self) -> None:
         """The peer rang: end the waits whose condition holds, and ask again for the others."""
@@ -122,21 +135,32 @@ class SharedRegions:
                 os.ftruncate(descriptor, nbytes)
                 view = map_shared(descriptor, nbytes)
                 self._last = number = self._last + 1
-                note = _NOTE.pack(number, nbytes)
-                for peer in self._peers.values():
-                    self._tell_gone(peer)
-                    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died, needs none
-                        socket.send_fds(peer.sock, [note], [descriptor])
+                self._hand_out(number, nbytes, descriptor)
             finally:
                 os.close(descriptor)
         self._own[number] = view
         return number, view
 
+    def _hand_out(self, number: int, nbytes: int, descriptor: int) -> None:
+        told: list[_Peer] = []
+        try:
+            for peer in self._peers.values():
+                self._tell_gone(peer)
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died, needs none
+                    socket.send_fds(peer.sock, [_NOTE.pack(number, nbytes)], [descriptor])
+                told.append(peer)
+        except OSError:  # all have it or none: nobody would ever take it back from those who do
+            self._take_back(number, told)
+            raise
+
     def destroy(self, number: int) -> None:
         """See `Regions.destroy`."""
         if self._own.pop(number, None) is None:
             return
-        for peer in self._peers.values():
+        self._take_back(number, self._peers.values())
+
+    def _take_back(self, number: int, peers: Iterable[_Peer]) -> None:
+        for peer in peers:
             peer.unsent.append(number)
             self._tell_gone(peer)
 
@@ -158,6 +182,8 @@ class SharedRegions:
         other = self._peers[peer]
         if number not in other.maps:
             other.receive()
+            if (reason := other.unmapped.get(number)) is not None:
+                raise OSError(reason, os.strerror(reason))
             if number not in other.maps and 0 < number <= other.last:
                 raise RegionDestroyed(peer, number)
         return other.maps[number]
