@@ -156,6 +156,31 @@ def test_combine_adds_in_float32_by_ascending_expert() -> None:
     assert moe.combine(big, dispatched).tolist() == [[1.0]]
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (2, 3), (64,), (0,), (129,)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("k", [1, 3])
+def test_combine_without_gradients_is_the_same_sum(
+    shape: tuple[int, ...], dtype: torch.dtype, k: int
+) -> None:
+    """By a fused kernel where torch has one, also of rows that do not lie one after the other."""
+    logits = _logits(7, 4, 3).double() if dtype == torch.float64 else _logits(7, 4, 3)
+    layout = moe.ExpertLayout([0, 4])
+    for tokens in (7, 0):
+        dispatched = moe.dispatch(torch.zeros(tokens, 1), moe.route(logits[:tokens], k), layout)
+        wide = torch.randn(tokens * k, *shape, 2, generator=torch.Generator().manual_seed(1)).to(dtype)
+        for rows in (wide[..., 0], wide[..., 0].contiguous()):
+            with_graph = moe.combine(rows, dispatched)
+            with torch.no_grad():
+                without = moe.combine(rows, dispatched)
+            torch.testing.assert_close(without, with_graph)
+            assert without.shape == (tokens, *shape)
+    # The order of additions is the same too.
+    big = torch.tensor([1e8, -1e8, 1.0])
+    three = moe.Routing(torch.tensor([[2, 0, 1]]), torch.ones(1, 3))
+    with torch.no_grad():
+        assert moe.combine(big, moe.dispatch(torch.zeros(1, 1), three, layout)).tolist() == [1.0]
+
+
 def test_dispatch_refuses_what_does_not_fit() -> None:
     layout = moe.ExpertLayout([0, 2])
     routing = moe.Routing(torch.tensor([[0], [2]]), torch.ones(2, 1))
