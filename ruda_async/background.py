@@ -38,6 +38,9 @@ _FINISH = 2.0
 _BLOCK = 0.001
 #: Seconds after which it goes on on the loop in any case, for other threads' calls and for Ctrl-C.
 _BY_HAND = 0.01
+#: Seconds after which a call that ended by hand has the loop turn once, for what such calls have left to it:
+#: callbacks that let go of messages. Until then results stay in use, and their memory is not used again.
+_AT_REST = 0.005
 _ON_ITS_OWN_LOOP = (
     "a blocking call was made on the communicator's own loop; use the asynchronous communicator there"
 )
@@ -110,6 +113,7 @@ class BackgroundLoop:
         self._thread_has_it = False
         self._started = 0
         self._last_call = monotonic()
+        self._last_turn = self._last_call
         self.stopped = False
         #: Communicators that need this loop: `connect` made them, or `grow`.
         self.users = 0
@@ -126,6 +130,7 @@ class BackgroundLoop:
             finally:
                 # Before the turn goes over: a caller who thought that the loop still runs here would stop it
                 # under its own call.
+                self._last_turn = monotonic()
                 with self._news:
                     self._thread_has_it = False
                 self._turn.release()
@@ -240,6 +245,8 @@ class BackgroundLoop:
                 first = self._begin(call, _BLOCK)
             except StopIteration as done:
                 result: R = done.value
+                if monotonic() - self._last_turn > _AT_REST:
+                    self._turn_once()
                 return result
         task = self._loop.create_task(rest_of(call, first) if by_hand else call)
         interrupt.on_interrupt(lambda: self._loop.call_soon_threadsafe(task.cancel))
@@ -249,6 +256,14 @@ class BackgroundLoop:
             if interrupt.pending:
                 raise KeyboardInterrupt from None
             raise CommunicatorClosedError(_CLOSED_MEANWHILE) from None
+        finally:
+            self._last_turn = monotonic()
+
+    def _turn_once(self) -> None:
+        """Run what the loop has to do now, having the turn."""
+        self._loop.call_soon(self._loop.stop)
+        self._loop.run_forever()
+        self._last_turn = monotonic()
 
     def _run_elsewhere(self, call: Coroutine[Any, Any, R]) -> R:
         """Wait while another thread runs the loop."""

@@ -295,3 +295,25 @@ def test_ctrl_c_while_a_call_is_started(
         gc.collect()
         assert comm._loop._started == 0
         assert [str(one.message) for one in seen] == []
+
+
+def test_what_calls_by_hand_leave_to_the_loop_is_done_before_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Done-callbacks hold results; calls that all end by hand would pile them up, and take fresh memory."""
+    monkeypatch.setattr(background, "_LINGER", LONG)
+    monkeypatch.setattr(background, "_AT_REST", SHORT)
+    loop = BackgroundLoop()
+    left: list[int] = []
+
+    async def call(number: int) -> int:
+        asyncio.get_running_loop().call_soon(left.append, number)
+        return number
+
+    assert loop.run(call(1), by_hand=True) == 1
+    loop._last_turn -= SHORT
+    assert loop.run(call(2), by_hand=True) == 2
+    assert left == [1, 2]
+    loop._last_turn += LONG  # not at every call: a turn costs as much as a small collective
+    assert loop.run(call(3), by_hand=True) == 3
+    assert left == [1, 2]
+    loop.stop()
+    assert left == [1, 2, 3]

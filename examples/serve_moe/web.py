@@ -265,6 +265,20 @@ class _Server(uvicorn.Server):
         yield
 
 
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket whose connections send at once.
+
+    asyncio sees to that only where a socket knows its protocol, which those that Python accepts do not. The
+    body of an answer, which comes after its head, then waits for the client to acknowledge the head: 40 ms.
+
+    Raises:
+        OSError: the address cannot be listened on.
+    """
+    listener = socket.create_server((host, port), backlog=1024)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # they inherit it
+    return listener
+
+
 @asynccontextmanager
 async def serving(front: Front, options: Options) -> AsyncIterator[None]:
     """Listen and answer, until the block ends; SIGTERM and SIGINT drain, a second one ends at once.
@@ -272,7 +286,7 @@ async def serving(front: Front, options: Options) -> AsyncIterator[None]:
     Raises:
         OSError: the address cannot be listened on.
     """
-    listener = socket.create_server((options.host, options.port), backlog=1024)
+    listener = listen(options.host, options.port)
     host, port = listener.getsockname()[:2]
     config = uvicorn.Config(
         application(front, options), log_level="warning", access_log=False, timeout_graceful_shutdown=2

@@ -21,6 +21,7 @@ from serve_moe.generation import Generation, follow
 from serve_moe.placement import Placement
 from serve_moe.rank import one_signal_ignored
 from serve_moe.turns import AT_ONCE, make_loop
+from serve_moe.web import listen
 
 import ruda_async
 
@@ -232,3 +233,11 @@ def test_a_turn_of_the_loop_handles_few_sockets_and_leaves_none_out() -> None:
     seen = [number for found in turns[1:7] for number in found]
     assert [len(found) for found in turns[1:6]] == [AT_ONCE] * 5
     assert {seen.count(number) for number in range(len(pairs))} == {2}
+
+
+def test_answers_are_sent_at_once() -> None:
+    """A body that came after its head waited 40 ms for the client to acknowledge that."""
+    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
